@@ -1,0 +1,303 @@
+"""One class for each mistake. Every message says what was declared, what was found, and what to do.
+
+Messages are built here, from the facts, so that the same mistake always reads the same. ``reason`` is a stable
+snake_case word: it is what ledgers count and what callers may compare; the wording of a message may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+
+def nearest_name(name: str, known: Sequence[str]) -> str | None:
+    """The known name closest in spelling to ``name``, or None when nothing is close."""
+    found = get_close_matches(name, known, n=1, cutoff=0.5)
+    return found[0] if found else None
+
+
+def unknown_name(kind: str, name: str, known: Sequence[str]) -> str:
+    """The sentence for a name that is not among ``known``, with the nearest one suggested."""
+    near = nearest_name(name, known)
+    hint = f"; did you mean {near!r}?" if near else ""
+    return f"there is no {kind} {name!r} (known: {', '.join(map(repr, known)) or 'none'}){hint}"
+
+
+def unknown_path(field: str, accessor: str, known: Sequence[str]) -> str:
+    """``argument 'cahce', but the compiled callable has 'cache'; did you mean 'cache'?``"""
+    near = nearest_name(accessor, known)
+    hint = f"; did you mean {near!r}?" if near else ""
+    return f"{field} {accessor!r}, but the compiled callable has {', '.join(map(repr, known)) or 'none'}{hint}"
+
+
+def _rebuild(cls: type[CadenceError], args: tuple[object, ...]) -> CadenceError:
+    error = cls.__new__(cls)
+    error.args = args
+    return error
+
+
+class CadenceError(Exception):
+    """Base of every error of the project. ``reason`` is stable and safe to count or compare."""
+
+    reason: str = "cadence_error"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The constructors take facts, not the finished message, so the default reduction could not rebuild one.
+        return _rebuild, (type(self), self.args), self.__dict__
+
+
+class ContractError(CadenceError):
+    """A declaration that is wrong in itself, or that the code contradicts."""
+
+    reason = "bad_contract"
+
+    def __init__(self, problem: str, *, field: str | None = None, region: str | None = None) -> None:
+        self.field = field
+        self.region = region
+        place = [f"region {region!r}"] if region is not None else []
+        place += [f"field {field!r}"] if field is not None else []
+        super().__init__(f"{', '.join(place)}: {problem}" if place else problem)
+
+
+class UnknownArgument(ContractError):
+    """A declared argument or attribute that the compiled callable does not have."""
+
+    reason = "unknown_argument"
+
+    def __init__(
+        self, accessor: str, known: Sequence[str], *, field: str = "argument", region: str | None = None
+    ) -> None:
+        self.accessor = accessor
+        self.known = tuple(known)
+        super().__init__(
+            f"the contract declares {unknown_path(field, accessor, known)}. "
+            f"Correct the {field}, or remove the declaration.",
+            field=field,
+            region=region,
+        )
+
+
+class AxisOutOfRange(ContractError):
+    """A declared axis that the tensor does not have."""
+
+    reason = "axis_out_of_range"
+
+    def __init__(self, accessor: str, axis: int, shape: Sequence[object], *, region: str | None = None) -> None:
+        self.accessor = accessor
+        self.axis = axis
+        self.shape = tuple(shape)
+        rank = len(self.shape)
+        super().__init__(
+            f"axis {axis} is declared, but {accessor!r} has {rank} dimension{'' if rank == 1 else 's'} "
+            f"({', '.join(map(str, self.shape))}). Declare an axis from {-rank} to {rank - 1}.",
+            field="axis",
+            region=region,
+        )
+
+
+class UnusedClock(ContractError):
+    """A clock that no region and no input follows."""
+
+    reason = "unused_clock"
+
+    def __init__(self, clock: str) -> None:
+        self.clock = clock
+        super().__init__(
+            f"clock {clock!r} is declared, but no region, input or derived clock in use follows it. "
+            "Remove it, or name it in the region or input that it drives.",
+            field="clocks",
+        )
+
+
+class UnexplainedSize(ContractError):
+    """A size that varies between calls and that no declared clock accounts for."""
+
+    reason = "unexplained_size"
+
+    def __init__(
+        self, accessor: str, axis: int, size: object, clocks: Sequence[str], *, location: str | None = None
+    ) -> None:
+        self.accessor = accessor
+        self.axis = axis
+        self.size = size
+        self.location = location
+        used = f" It is used at {location}." if location else ""
+        super().__init__(
+            f"axis {axis} of {accessor!r} has the size {size}, which none of the declared clocks "
+            f"({', '.join(clocks) or 'none'}) explains.{used} Declare an Input or a Region for this axis, "
+            "or pass a tensor of one fixed size.",
+            field="inputs",
+        )
+
+
+class RetentionMismatch(ContractError):
+    """The code keeps other frames than the declared policy says."""
+
+    reason = "retention_mismatch"
+
+    def __init__(self, region: str, declared: object, found: object, where: str | None = None) -> None:
+        self.declared = declared
+        self.found = found
+        self.where = where
+        at = f" at {where}" if where else ""
+        super().__init__(
+            f"the contract declares {declared}, but the code keeps {found}{at}. "
+            "Correct the declared retention (or its order), or the code.",
+            field="retention",
+            region=region,
+        )
+
+
+class WrongModule(ContractError):
+    """A contract that was written for another module than the one being compiled."""
+
+    reason = "wrong_module"
+
+    def __init__(self, contract: str, expected: str, found: str) -> None:
+        self.expected = expected
+        self.found = found
+        super().__init__(
+            f"the contract {contract!r} describes {expected}, but it was given {found}. "
+            "Compile the module that the contract describes, or pass the contract of this one.",
+            field="name",
+        )
+
+
+class ContractFileError(ContractError):
+    """A contract file that cannot be read, or that has a field which is not known."""
+
+    reason = "bad_contract_file"
+
+    def __init__(self, path: str, problem: str, *, field: str | None = None, region: str | None = None) -> None:
+        self.path = path
+        super().__init__(f"{path}: {problem}", field=field, region=region)
+
+
+class CatalogTooWide(CadenceError):
+    """More classes are reachable than the contract allows to capture."""
+
+    reason = "catalog_too_wide"
+
+    def __init__(self, width: int, limit: int, arithmetic: str, *, exact: bool = True) -> None:
+        self.width = width
+        self.limit = limit
+        self.arithmetic = arithmetic
+        count = f"{width:,} classes" if exact else f"more than {limit:,} classes (at most {width:,})"
+        super().__init__(
+            f"the contract reaches {count}, and max_classes allows {limit:,}: {arithmetic}. "
+            "Use a stride closer to the window, declare fewer flush lengths, or raise max_classes."
+        )
+
+
+class CatalogMismatch(CadenceError):
+    """The points that the graphs serve are not the points that the contract reaches."""
+
+    reason = "catalog_mismatch"
+
+    def __init__(self, missing: Sequence[object], extra: Sequence[object] = ()) -> None:
+        self.missing = tuple(missing)
+        self.extra = tuple(extra)
+        parts = [f"{len(points)} {what}, first: {points[0]}" for points, what in (
+            (self.missing, "reachable under the contract but served by no graph"),
+            (self.extra, "served by a graph but not reachable under the contract"),
+        ) if points]
+        super().__init__(
+            f"the catalog and the graphs disagree: {'; '.join(parts)}. "
+            "Correct the strides, extents or flush lengths that are declared."
+        )
+
+
+class StaleState(CadenceError):
+    """A state that an earlier call has already consumed was passed in again."""
+
+    reason = "stale_state"
+
+    def __init__(self, region: str) -> None:
+        self.region = region
+        super().__init__(
+            f"the state passed for region {region!r} was consumed by an earlier call, and its memory now holds newer "
+            "frames. Pass the state that the last call returned, or keep a clone before the call."
+        )
+
+
+class AuditMismatch(CadenceError):
+    """A replayed call whose bytes are not the bytes of the stock computation."""
+
+    reason = "audit_mismatch"
+
+    def __init__(
+        self, where: str, *, call: int, axis: int, start: int, stop: int, expected: bytes, actual: bytes
+    ) -> None:
+        """``where`` is a region or an output; ``start:stop`` the indices along ``axis`` that hold every difference."""
+        self.where = where
+        self.call = call
+        self.axis = axis
+        self.start = start
+        self.stop = stop
+        self.expected = expected
+        self.actual = actual
+        super().__init__(
+            f"call {call}: {where} differs from eager within [{start}:{stop}] of axis {axis}; the first difference has "
+            f"the bytes {expected.hex(' ')} in eager and {actual.hex(' ')} in the replay. "
+            "Serve this class eagerly and report the mismatch: bytes must never differ."
+        )
+
+
+class NotCapturable(CadenceError):
+    """A graph holds something that no recorder can capture; ``reason`` is the word that names it."""
+
+    reason = "not_capturable"
+
+    def __init__(self, reason: str, node: str, location: str | None = None) -> None:
+        self.reason = reason
+        self.node = node
+        self.location = location
+        at = f" at {location}" if location else ""
+        super().__init__(
+            f"node {node!r}{at} cannot be captured ({reason}). Move it out of the compiled callable, "
+            "or leave this call to run eagerly."
+        )
+
+
+class NotCompiled(CadenceError):
+    """A verb was given something that was not compiled with this backend."""
+
+    reason = "not_compiled"
+
+    def __init__(self, verb: str, found: object) -> None:
+        self.verb = verb
+        self.found_type = type(found).__name__
+        super().__init__(
+            f"{verb}() needs a callable compiled with torch.compile(..., backend=\"cadence\"), and was given "
+            f"{self.found_type}. Pass the compiled callable itself."
+        )
+
+
+class NotDeterministic(CadenceError):
+    """Eager itself does not repeat its bytes, so no replay could be certified against it."""
+
+    reason = "not_deterministic"
+
+    def __init__(self, where: str, operator: str | None = None) -> None:
+        self.where = where
+        self.operator = operator
+        by = f"; the first operator to differ is {operator}" if operator else ""
+        super().__init__(
+            f"two eager runs of {where} on equal inputs gave different bytes{by}. "
+            "Turn on torch.use_deterministic_algorithms and its companions, or leave this callable eager."
+        )
+
+
+class PassFailed(CadenceError):
+    """A pass raised; the passes that had run before it are named."""
+
+    reason = "pass_failed"
+
+    def __init__(self, name: str, before: Sequence[str], cause: BaseException) -> None:
+        self.name = name
+        self.before = tuple(before)
+        super().__init__(
+            f"the pass {name!r} failed: {type(cause).__name__}: {cause}. "
+            f"Passes that had run before it: {', '.join(self.before) or 'none'}. "
+            "Leave it out with the passes option to go on without it."
+        )
