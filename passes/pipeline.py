@@ -1,0 +1,94 @@
+"""The one ordered list of passes, and the runner that knows none of them by name."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import torch.fx as fx
+
+from cadence_fx.errors import CadenceError, PassFailed
+from cadence_fx.passes.base import Pass, PassContext
+
+__all__ = ["default_passes", "register_pass", "run_passes"]
+
+log = logging.getLogger("cadence_fx.passes")
+_registered: list[Pass] = []
+
+
+def register_pass(pass_: Pass) -> Pass:
+    """Add a pass to the default list. It runs before the rewrite of the states, in order of registration.
+
+    Raises ``TypeError`` for an object that is not a pass and ``ValueError`` for a name already taken.
+    """
+    if not isinstance(pass_, Pass) or not callable(pass_):
+        raise TypeError(f"a pass has a name and is called as pass_(gm, ctx); {pass_!r} is not one")
+    if pass_.name in {known.name for known in default_passes()}:
+        raise ValueError(f"a pass named {pass_.name!r} is already registered; choose another name")
+    _registered.append(pass_)
+    return pass_
+
+
+def default_passes() -> list[Pass]:
+    """The passes of every class, in the order in which they run."""
+    return [
+        *_registered,  # additions see the graph as it was traced, before any write on a carry exists
+    ]
+
+
+def run_passes(gm: fx.GraphModule, ctx: PassContext, passes: Sequence[Pass] | None = None) -> fx.GraphModule:
+    """Run ``passes`` (the default list if None) on a copy of ``gm`` and return it, linted and recompiled.
+
+    A pass that fails raises ``PassFailed`` with the passes that ran before it; an error that already is one of the
+    project's own (such as ``NotCapturable``) says more than that and goes through unchanged.
+    """
+    gm = copy.deepcopy(gm)
+    done: list[str] = []
+    for pass_ in default_passes() if passes is None else passes:
+        before = (gm.code, _op_counts(gm)) if _debugging() else None
+        started = time.perf_counter()
+        try:
+            if (requires := getattr(pass_, "requires", None)) is not None:
+                requires(gm, ctx)
+            result = pass_(gm, ctx)
+            gm = result.graph_module
+            if result.modified:
+                gm.graph.lint()
+                gm.recompile()
+            if (ensures := getattr(pass_, "ensures", None)) is not None:
+                ensures(gm, ctx)
+        except CadenceError:
+            raise
+        except Exception as cause:
+            raise PassFailed(pass_.name, done, cause) from cause
+        done.append(pass_.name)
+        if before is not None:
+            _report(pass_.name, bool(result.modified), time.perf_counter() - started, before, gm)
+    return gm
+
+
+def _debugging() -> bool:
+    return bool(os.environ.get("CADENCE_DEBUG_PASSES")) or log.isEnabledFor(logging.DEBUG)
+
+
+def _op_counts(gm: fx.GraphModule) -> Counter[str]:
+    return Counter(str(node.target) for node in gm.graph.nodes if node.op == "call_function")
+
+
+def _report(
+    name: str, modified: bool, seconds: float, before: tuple[str, Counter[str]], gm: fx.GraphModule
+) -> None:
+    code, counts = before
+    if not modified:
+        text = f"{name}: unchanged ({seconds * 1e3:.1f} ms)"
+    else:
+        now = _op_counts(gm)
+        changes = {op: now[op] - counts[op] for op in sorted(now | counts) if now[op] != counts[op]}
+        diff = ", ".join(f"{op} {change:+d}" for op, change in changes.items()) or "same operators"
+        text = f"{name}: {diff} ({seconds * 1e3:.1f} ms)\n--- before{code}\n--- after{gm.code}"
+    # The switch asks for the text by itself, so it must show even where the logger was left at its default level.
+    log.log(logging.DEBUG if log.isEnabledFor(logging.DEBUG) else logging.WARNING, "%s", text)
