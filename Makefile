@@ -1,0 +1,49 @@
+# Everything runs in .venv, which the first target to need it builds. `make clean` removes it.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+# Released model code that the demos and the adapter tests run. Their own dependency lists (torchaudio, onnxruntime,
+# diffusers, ...) serve parts that nothing here uses, hence --no-deps.
+VENDOR := stepaudio2-minicpmo==0.1.1 silero-vad==6.2.3
+
+.PHONY: help setup demo test lint bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(STAMP)  ## build .venv
+
+# The stamp follows the files that decide what is installed; the sources do not, since the install is editable.
+$(STAMP): pyproject.toml constraints.txt Makefile
+	@if [ ! -x $(PY) ]; then
+	    for python in python3.11 python3.12 python3; do
+	        if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+	            "$$python" -m venv $(VENV); break
+	        fi
+	    done
+	    [ -x $(PY) ] || { echo "no Python 3.11 or later found (python3.11, python3.12, python3)" >&2; exit 1; }
+	fi
+	$(PY) -m pip install --quiet -c constraints.txt $(TORCH)
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[dev,demo]'
+	$(PY) -m pip install --quiet --no-deps $(VENDOR)
+	touch $@
+
+demo: $(STAMP)  ## eager against cadence on a trained model and recorded speech
+	$(PY) -m bench.demo_vad
+
+test: lint  ## lint, then the whole test suite
+	$(PY) -m pytest
+
+lint: $(STAMP)  ## ruff and mypy
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy cadence_fx tests
+
+clean:  ## remove .venv and every cache
+	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
