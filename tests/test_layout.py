@@ -33,13 +33,6 @@ def documented_layers() -> dict[str, int]:
     return layers
 
 
-def layer_of(module: str, layers: dict[str, int]) -> int | None:
-    """A module of a sub-package has the sub-package's layer; the package itself re-exports and so tops them all."""
-    if module == "cadence_fx":
-        return max(layers.values()) + 1
-    return layers.get(".".join(module.split(".")[:2]))
-
-
 def imported_modules(tree: ast.AST, modules: set[str]) -> Iterator[tuple[int, str]]:
     """Line and name of each module of the package that the code imports, wherever in the file it does."""
     for node in ast.walk(tree):
@@ -54,6 +47,27 @@ def imported_modules(tree: ast.AST, modules: set[str]) -> Iterator[tuple[int, st
         for name in names:
             if name.split(".")[0] == "cadence_fx":
                 yield node.lineno, name
+
+
+def module_layers() -> dict[str, int]:
+    """Layer of every module that has one.
+
+    A module of a sub-package has the sub-package's layer, the package itself tops all, and a private helper that the
+    table does not list (`_region`) belongs to the lowest layer that imports it.
+    """
+    table = documented_layers()
+    layers = {"cadence_fx": max(table.values()) + 1}
+    for module in SOURCES:
+        top = ".".join(module.split(".")[:2])
+        if top in table:
+            layers[module] = table[top]
+    imports = {module: {name for _, name in IMPORTS[module]} for module in SOURCES}
+    for _ in SOURCES:  # helpers of helpers settle after at most this many rounds
+        for helper in SOURCES:
+            importers = [layers[module] for module in layers if helper in imports[module]]
+            if helper.split(".")[-1].startswith("_") and helper not in table and importers:
+                layers[helper] = min(importers)
+    return layers
 
 
 def torch_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -85,6 +99,8 @@ def is_private(name: str) -> bool:
 
 
 SOURCES = sources()
+TREES = {module: ast.parse(path.read_text()) for module, path in SOURCES.items()}
+IMPORTS = {module: list(imported_modules(tree, set(SOURCES))) for module, tree in TREES.items()}
 EACH_MODULE = pytest.mark.parametrize("module", SOURCES)
 
 
@@ -95,28 +111,22 @@ def each_module_but(*exempt: str) -> pytest.MarkDecorator:
 
 @EACH_MODULE
 def test_imports_point_down(module: str) -> None:
-    layers = documented_layers()
-    own = layer_of(module, layers)
-    assert own is not None, f"{module} has no layer in docs/design.md"
-    wrong = []
-    for line, name in imported_modules(ast.parse(SOURCES[module].read_text()), set(SOURCES)):
-        other = layer_of(name, layers)
-        if other is None or other > own:
-            wrong.append(f"line {line}: {name} (layer {other}) from layer {own}")
-    assert not wrong, wrong
+    layers = module_layers()
+    assert module in layers, f"{module} has no layer in docs/design.md"
+    wrong = [f"line {line}: {name}" for line, name in IMPORTS[module] if layers.get(name, 99) > layers[module]]
+    assert not wrong, f"{module} is of layer {layers[module]}"
 
 
 @EACH_MODULE
 def test_sub_packages_do_not_know_each_other(module: str) -> None:
     for this, other in (("passes", "adapters"), ("adapters", "passes")):
         if module.startswith(f"cadence_fx.{this}"):
-            names = [name for _, name in imported_modules(ast.parse(SOURCES[module].read_text()), set(SOURCES))]
-            assert not [name for name in names if name.startswith(f"cadence_fx.{other}")]
+            assert not [name for _, name in IMPORTS[module] if name.startswith(f"cadence_fx.{other}")]
 
 
 @each_module_but("cadence_fx._torch")
 def test_private_torch_names_live_in_one_module(module: str) -> None:
-    names = torch_names(ast.parse(SOURCES[module].read_text()))
+    names = torch_names(TREES[module])
     assert not [f"line {line}: {name}" for line, name in names if is_private(name)]
 
 
@@ -128,7 +138,7 @@ def test_only_adapters_name_models(module: str) -> None:
 
 @each_module_but("cadence_fx._torch", "cadence_fx.passes")
 def test_the_core_names_no_operator(module: str) -> None:
-    names = torch_names(ast.parse(SOURCES[module].read_text()))
+    names = torch_names(TREES[module])
     assert not [f"line {line}: {name}" for line, name in names if name.startswith("torch.ops.")]
 
 
