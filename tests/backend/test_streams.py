@@ -1,0 +1,69 @@
+"""Every toy stream through ``torch.compile(..., backend="cadence")``: bytes, addresses, catalog, counts."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.harness import Pair
+from tests.streams import BY_NAME, STREAMS, Stream, declared, visits
+
+TURNS = (23, 17, 25)  # calls in each turn; the last of a turn is a flush where the stream declares one
+MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+
+
+@pytest.mark.parametrize("stream", STREAMS, ids=lambda s: s.name)
+def test_catalog_is_what_the_eager_module_visits(stream: Stream) -> None:
+    points = list(declared(stream.contract))
+    assert len(points) == len(set(points))
+    assert set(points) == visits(stream)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stream", STREAMS, ids=lambda s: s.name)
+def test_stream_equals_eager(stream: Stream, mode: str) -> None:
+    with MODES[mode]():
+        pair = Pair(stream)
+        for turn, calls in enumerate(TURNS):
+            if turn:
+                pair.restart(turn, everything=False)
+            for _ in range(calls - 1):
+                pair.call()
+            pair.call(stream.flushes[turn % len(stream.flushes)] if stream.flushes else None)
+        pair.check_kept()
+        moved = {name: len(seen) for name, seen in pair.addresses.items() if len(seen) > 1}
+        assert not moved, f"regions seen at several addresses: {moved}"
+        assert pair.missed() == Counter()
+        assert pair.since("late_captures") == 0
+        assert pair.since("captures") == 0
+        assert pair.since("replays") == sum(TURNS)
+
+
+@pytest.mark.parametrize("name", ["Rebound", "BufferShift", "RingByIndex", "LayerAttributes"])
+def test_warm_up_leaves_attributes_as_they_were(name: str) -> None:
+    with torch.no_grad():
+        pair = Pair(BY_NAME[name], warm=False)
+        pair.eager.restart(90)
+        pair.warm_up()
+        pair.eager.restart(90)
+        pair.live.restart(90)
+        pair.call()
+        pair.check_kept()
+
+
+@pytest.mark.parametrize("name", ["Rebound", "BufferShift", "RingByIndex", "LayerAttributes"])
+def test_buffers_refilled_and_attributes_rebound_in_the_middle(name: str) -> None:
+    with torch.no_grad():
+        pair = Pair(BY_NAME[name])
+        for turn in range(4):
+            for _ in range(turn + 1):
+                pair.call()
+            pair.restart(turn)
+        pair.check_kept()
+        assert pair.missed() == Counter()
+
+
+def test_every_class_of_a_stream_is_captured_once() -> None:
+    with torch.no_grad():
+        pair = Pair(BY_NAME["PartialFlush"])
+        assert pair.before["captures"] == len(visits(pair.stream))

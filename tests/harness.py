@@ -1,0 +1,97 @@
+"""Two copies of one stream side by side: eager PyTorch, and the same module compiled with the cadence backend."""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cadence_fx
+from cadence_fx.backend import cadence
+from cadence_fx.contract import Contract
+from tests.streams import Run, Stream
+
+# By name where the package is installed (its entry point), by function from a bare checkout.
+BACKEND: Any = "cadence" if "cadence" in torch.compiler.list_backends(exclude_tags=()) else cadence
+
+
+def compile_with(target: Any, contract: Contract) -> Callable[..., Any]:
+    return torch.compile(target, backend=BACKEND, options={"contract": contract})
+
+
+def byte_view(t: Tensor) -> Tensor:
+    return t.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Equal shape, dtype and bytes, in logical order; bytes are compared as integers."""
+    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, eager {tuple(expected.shape)}"
+    assert actual.dtype == expected.dtype, f"{what}: {actual.dtype}, eager {expected.dtype}"
+    wrong = (byte_view(actual) != byte_view(expected)).sum().item()
+    assert wrong == 0, f"{what}: {wrong} of {expected.nbytes} bytes differ from eager"
+
+
+def counts(step: Callable[..., Any]) -> dict[str, Any]:
+    return cadence_fx.report(step).as_dict()
+
+
+class Pair:
+    """An eager and a compiled run of one stream, fed the same inputs and compared after every call."""
+
+    def __init__(self, stream: Stream, device: str = "cpu", contract: Contract | None = None, warm: bool = True):
+        module = stream.build(device)
+        self.stream = stream
+        self.eager = Run(stream, copy.deepcopy(module), device=device)
+        self.step = compile_with(module, contract or stream.contract)
+        self.live = Run(stream, module, self.step, device)
+        self.kept: list[tuple[Tensor, Tensor]] = []
+        self.addresses: dict[str, set[int]] = {}
+        self.calls = 0
+        self.before: dict[str, Any] = {}
+        if warm:
+            self.warm_up()
+
+    def warm_up(self) -> None:
+        self.live.restart(90)
+        cadence_fx.warm_up(self.step, *self.live.inputs(91, self.stream.calls[0]), *self.live.state)
+        self.restart(0)
+        self.before = counts(self.step)
+
+    def restart(self, seed: int, everything: bool = True) -> None:
+        self.eager.restart(seed, everything)
+        self.live.restart(seed, everything)
+
+    def call(self, advance: Mapping[str, int] | None = None) -> Tensor:
+        """One call of both; the outputs and every region must agree, and all outputs are kept."""
+        self.calls += 1
+        inputs = self.eager.inputs(1000 + self.calls, advance or self.stream.calls[0])
+        return self.feed(*inputs)
+
+    def feed(self, *inputs: Tensor) -> Tensor:
+        expected = self.eager.call(*(copy.deepcopy(x) for x in inputs))
+        actual = self.live.call(*inputs)
+        self.kept.append((actual, expected))
+        assert_same(actual, expected, f"call {self.calls}, output")
+        assert actual.stride() == expected.stride(), f"call {self.calls}: strides {actual.stride()}"
+        self.check_state()
+        return actual
+
+    def check_state(self) -> None:
+        for name, expected in self.eager.tensors().items():
+            for i, (a, e) in enumerate(zip(self.live.tensors()[name], expected, strict=True)):
+                assert_same(a, e, f"call {self.calls}, region {name}[{i}]")
+                self.addresses.setdefault(f"{name}[{i}]", set()).add(a.data_ptr())
+
+    def check_kept(self) -> None:
+        """Outputs handed out earlier still hold the bytes that eager gave."""
+        for i, (actual, expected) in enumerate(self.kept, 1):
+            assert_same(actual, expected, f"output of call {i}, read at the end")
+
+    def since(self, field: str) -> int:
+        return counts(self.step)[field] - self.before[field]
+
+    def missed(self) -> Counter[str]:
+        """Calls that ran eager since the warm-up, by reason."""
+        return Counter(counts(self.step)["misses"]) - Counter(self.before["misses"])
