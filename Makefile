@@ -29,9 +29,10 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	    done
 	    [ -x $(PY) ] || { echo "no Python 3.11 or later found (python3.11, python3.12, python3)" >&2; exit 1; }
 	fi
-	$(PY) -m pip install --quiet -c constraints.txt $(TORCH)
-	$(PY) -m pip install --quiet -c constraints.txt -e '.[dev,demo]'
-	$(PY) -m pip install --quiet --no-deps $(VENDOR)
+	echo "installing $(TORCH), cadence-fx and $(VENDOR) into $(VENV)"
+	$(PY) -m pip install -qq -c constraints.txt $(TORCH)
+	$(PY) -m pip install -qq -c constraints.txt -e '.[dev,demo]'
+	$(PY) -m pip install -qq --no-deps $(VENDOR)
 	touch $@
 
 demo: $(STAMP)  ## eager against cadence on a trained model and recorded speech
