@@ -22,7 +22,7 @@ _RESULT = re.compile(rf"(?:[A-Za-z_]\w*|{_STEP}){_STEP}*\Z")
 
 
 def _check_accessor(value: object, name: str, region: str | None, *, pattern: re.Pattern[str] = _ACCESSOR) -> None:
-    if not isinstance(value, str) or not pattern.match(value):
+    if not isinstance(value, str) or not value.isprintable() or not pattern.match(value):
         raise ContractError(
             f"expected an accessor such as \"cache\", \"cache[0]['k']\" or \"layers.*.hist\", found {value!r}",
             field=name,
@@ -86,7 +86,7 @@ class Region:
             )
         _check_choice(self.lifetime, "lifetime", get_args(Lifetime), name)
         _check_choice(self.mutability, "mutability", get_args(Mutability), name)
-        if self.placement is not None and not (isinstance(self.placement, str) and self.placement):
+        if self.placement is not None and not (isinstance(self.placement, str) and self.placement.isprintable()):
             problem = f"expected a device such as 'cuda:0', found {self.placement!r}"
             raise ContractError(problem, field="placement", region=name)
         self._check_start()

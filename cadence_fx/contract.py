@@ -5,7 +5,7 @@ Everything a stream can reach follows from these numbers; ``width`` and ``catalo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
 from itertools import product
@@ -179,7 +179,7 @@ class Contract:
         """Ticks of the region's frame clock in a normal call, 0 without one."""
         return 0 if region.frame_clock is None else self.stride_of(region.frame_clock)
 
-    def iter_advances(self) -> Iterable[dict[str, int]]:
+    def iter_advances(self) -> Iterator[dict[str, int]]:
         """Each combination of advances one call can make, lazily: clock name to ticks, the normal call first."""
         bases = [clock for clock in self.clocks if clock.is_base]
         for combination in product(*(clock.advances for clock in bases)):

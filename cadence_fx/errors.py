@@ -52,6 +52,7 @@ class ContractError(CadenceError):
     reason = "bad_contract"
 
     def __init__(self, problem: str, *, field: str | None = None, region: str | None = None) -> None:
+        self.problem = problem
         self.field = field
         self.region = region
         place = [f"region {region!r}"] if region is not None else []
@@ -170,7 +171,8 @@ class ContractFileError(ContractError):
 
     def __init__(self, path: str, problem: str, *, field: str | None = None, region: str | None = None) -> None:
         self.path = path
-        super().__init__(f"{path}: {problem}", field=field, region=region)
+        super().__init__(problem, field=field, region=region)
+        self.args = (f"{path}: {self.args[0]}",)
 
 
 class CatalogTooWide(CadenceError):
