@@ -97,7 +97,7 @@ def draw(chunks: Sequence[Tensor], eager: Run, compiled: Run, path: Path) -> Non
     below.plot(times, eager.probabilities, linewidth=3, alpha=0.4, label="eager")
     below.plot(times, compiled.probabilities, linewidth=1, label="cadence")
     below.set(xlabel="seconds", ylabel="probability of speech", ylim=(-0.05, 1.05))
-    below.legend(loc="center right")
+    figure.legend(loc="outside upper right", ncols=2)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
