@@ -13,6 +13,7 @@ import torch.fx as fx
 
 from cadence_fx.errors import CadenceError, PassFailed
 from cadence_fx.passes.base import Pass, PassContext
+from cadence_fx.passes.reinplace_retention import ReinplaceRetention
 
 __all__ = ["default_passes", "register_pass", "run_passes"]
 
@@ -37,16 +38,21 @@ def default_passes() -> list[Pass]:
     """The passes of every class, in the order in which they run."""
     return [
         *_registered,  # additions see the graph as it was traced, before any write on a carry exists
+        ReinplaceRetention(),  # after whatever changes how a state is computed; its writes must stay at the end
     ]
 
 
 def run_passes(gm: fx.GraphModule, ctx: PassContext, passes: Sequence[Pass] | None = None) -> fx.GraphModule:
     """Run ``passes`` (the default list if None) on a copy of ``gm`` and return it, linted and recompiled.
 
+    The graph is copied; tensors it refers to (weights, constants) are shared with ``gm``, since copies of those would
+    live at other addresses and no longer follow the originals.
+
     A pass that fails raises ``PassFailed`` with the passes that ran before it; an error that already is one of the
     project's own (such as ``NotCapturable``) says more than that and goes through unchanged.
     """
-    gm = copy.deepcopy(gm)
+    source, gm = gm, fx.GraphModule(gm, copy.deepcopy(gm.graph), type(gm).__name__)
+    gm.meta.update(source.meta)
     done: list[str] = []
     for pass_ in default_passes() if passes is None else passes:
         before = (gm.code, _op_counts(gm)) if _debugging() else None
