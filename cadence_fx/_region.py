@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import KW_ONLY, dataclass, field, replace
 from fractions import Fraction
 from typing import Literal, get_args
 
 from cadence_fx.clock import check_count, check_ratio, scale
 from cadence_fx.errors import ContractError
+from cadence_fx.paths import parse, spell
 from cadence_fx.retention import Retention
 
 Lifetime = Literal["operator", "unit", "turn", "session", "process"]
@@ -16,18 +16,23 @@ Mutability = Literal["carry", "read_only"]
 
 SCRATCH_LIFETIMES = ("operator", "unit")
 
-_STEP = r"(?:\[(?:\*|-?\d+|'[^'\]\n]*'|\"[^\"\]\n]*\")\]|\.(?:\*|\d+|[A-Za-z_]\w*))"
-_ACCESSOR = re.compile(rf"[A-Za-z_]\w*{_STEP}*\Z")
-_RESULT = re.compile(rf"(?:[A-Za-z_]\w*|{_STEP}){_STEP}*\Z")
+MAX_ACCESSOR = 200  # characters; paths are parsed recursively
 
 
-def _check_accessor(value: object, name: str, region: str | None, *, pattern: re.Pattern[str] = _ACCESSOR) -> None:
-    if not isinstance(value, str) or not value.isprintable() or not pattern.match(value):
-        raise ContractError(
-            f"expected an accessor such as \"cache\", \"cache[0]['k']\" or \"layers.*.hist\", found {value!r}",
-            field=name,
-            region=region,
-        )
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != "" and value.isprintable()
+
+
+def _check_accessor(value: object, name: str, region: str | None) -> None:
+    if not isinstance(value, str) or not _is_text(value) or len(value) > MAX_ACCESSOR:
+        problem = f"expected an accessor such as \"cache[0]['k']\", found {value!r}"
+        raise ContractError(problem, field=name, region=region)
+    try:
+        first = parse(value)[0]
+    except ContractError as error:
+        raise ContractError(error.problem, field=name, region=region) from error
+    if name == "argument" and not (isinstance(first, str) and first.isidentifier()):
+        raise ContractError(f"must begin with the name of an argument, found {value!r}", field=name, region=region)
 
 
 def _check_choice(value: object, name: str, choices: tuple[str, ...], region: str) -> None:
@@ -75,7 +80,7 @@ class Region:
 
     def __post_init__(self) -> None:
         name = self.name
-        if not isinstance(name, str) or not name or name != name.strip() or not name.isprintable():
+        if not _is_text(name) or name != name.strip():
             raise ContractError(f"a region's name must be printable text, found {name!r}", field="name")
         self._check_place()
         self._check_axes()
@@ -86,7 +91,7 @@ class Region:
             )
         _check_choice(self.lifetime, "lifetime", get_args(Lifetime), name)
         _check_choice(self.mutability, "mutability", get_args(Mutability), name)
-        if self.placement is not None and not (isinstance(self.placement, str) and self.placement.isprintable()):
+        if self.placement is not None and not _is_text(self.placement):
             problem = f"expected a device such as 'cuda:0', found {self.placement!r}"
             raise ContractError(problem, field="placement", region=name)
         self._check_start()
@@ -103,7 +108,7 @@ class Region:
         if isinstance(self.result, (bool, int)):
             check_count(self.result, "result", least=0, region=self.name)
         elif self.result is not None:
-            _check_accessor(self.result, "result", self.name, pattern=_RESULT)
+            _check_accessor(self.result, "result", self.name)
         if self.result is not None and self.mutability == "read_only":
             raise ContractError("a read_only region has no result", field="result", region=self.name)
 
@@ -162,6 +167,12 @@ class Region:
     def accessor(self) -> str:
         """The argument or the attribute, whichever is declared."""
         return self.argument if self.argument is not None else str(self.attribute)
+
+    @property
+    def place(self) -> str:
+        """The accessor in its one canonical spelling, with attributes under ``self``."""
+        spelled = spell(parse(self.accessor))
+        return spelled if self.argument is not None else f"self.{spelled}"
 
     @property
     def frame_clock(self) -> str | None:

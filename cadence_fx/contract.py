@@ -18,6 +18,7 @@ from cadence_fx._table import contract_table
 from cadence_fx._width import Width, contract_width
 from cadence_fx.clock import Clock, check_count, scale
 from cadence_fx.errors import ContractError, UnusedClock, unknown_name
+from cadence_fx.paths import parse, spell
 
 if TYPE_CHECKING:
     from cadence_fx.catalog import Catalog
@@ -91,8 +92,9 @@ class Contract:
             self.advances_of(clock.name)
 
     def _check_regions(self) -> None:
-        _refuse_repeats("place", "regions", ((r.argument is None, r.accessor) for r in self.regions))
-        _refuse_repeats("result", "regions", (r.result for r in self.regions if r.result is not None))
+        _refuse_repeats("place", "regions", (region.place for region in self.regions))
+        results = (spell(parse(str(region.result))) for region in self.regions if region.result is not None)
+        _refuse_repeats("result", "regions", results)
         for region in self.regions:
             for name in region.clocks:
                 self.clock(name, "clock", region.name)
@@ -118,13 +120,13 @@ class Contract:
             )
 
     def _check_inputs(self) -> None:
-        taken = {(r.argument, axis) for r in self.regions for axis in r.axes}
+        taken = {(region.place, axis) for region in self.regions for axis in region.axes}
         for entry in self.inputs:
             clock = self.clock(entry.clock, "inputs.clock")
-            if (entry.argument, entry.axis) in taken:
-                problem = f"axis {entry.axis} of {entry.argument!r} is declared twice"
-                raise ContractError(problem, field="inputs")
-            taken.add((entry.argument, entry.axis))
+            place = (spell(parse(entry.argument)), entry.axis)
+            if place in taken:
+                raise ContractError(f"axis {entry.axis} of {entry.argument!r} is declared twice", field="inputs")
+            taken.add(place)
             for advance in (clock.period,) if clock.period is not None else self.advances_of(clock.name):
                 entry.size(advance)
 
