@@ -18,7 +18,8 @@ BACKEND: Any = "cadence" if "cadence" in torch.compiler.list_backends(exclude_ta
 
 
 def compile_with(target: Any, contract: Contract) -> Callable[..., Any]:
-    return torch.compile(target, backend=BACKEND, options={"contract": contract})
+    options: dict[str, Any] = {"contract": contract}
+    return torch.compile(target, backend=BACKEND, options=options)
 
 
 def byte_view(t: Tensor) -> Tensor:

@@ -55,8 +55,9 @@ class Stream:
 class Run:
     """One live stream on one callable: holds the state between calls and starts turns."""
 
-    def __init__(self, stream: Stream, module: nn.Module, step: Callable[..., Any] | None = None, device: str = "cpu"):
-        self.stream, self.module, self.step, self.device = stream, module, step or module, device
+    def __init__(self, stream: Stream, module: Any, step: Any = None, device: str = "cpu"):
+        self.stream, self.module, self.device = stream, module, device
+        self.step = module if step is None else step  # a compiled module has no truth value
         self.state: tuple[Any, ...] = ()
 
     def restart(self, seed: int, everything: bool = True) -> None:
@@ -147,13 +148,12 @@ def frames(g: torch.Generator, advance: Mapping[str, int]) -> tuple[Tensor, ...]
 def on_argument(module: type[nn.Module], stride: int, region: Region, shape: tuple[int, ...], **options: Any) -> Stream:
     """A stream on one clock ``frames`` whose only state is the second argument and the second result."""
     extra = options.pop("clocks", ())
-    axis = region.axis[-1] if isinstance(region.axis, tuple) else region.axis
     return Stream(
         module,
         Contract((Clock("frames", stride), *extra), (region,)),
         fresh=lambda g: (noise(g, *shape),),
         where=lambda m, s: {region.name: [s[0]]},
-        axes={region.name: axis},
+        axes={region.name: region.axes[-1]},
         calls=({"frames": stride},),
         **{"inputs": frames, **options},
     )
@@ -167,7 +167,7 @@ def on_module(module: type[nn.Module], stride: int, regions: tuple[Region, ...],
         fresh=fresh,
         inputs=frames,
         where=lambda m, s: where(m),
-        axes={r.name: r.axis for r in regions},
+        axes={r.name: r.axes[-1] for r in regions},
         calls=({"frames": stride},),
     )
 
@@ -317,7 +317,7 @@ STREAMS = (
     Stream(
         toys.PartialFlush,
         Contract(
-            (Clock("frames", 4, flush=range(1, 4)),),
+            (Clock("frames", 4, flush=(1, 2, 3)),),
             (kept("cache", 1, 2, KeepLast(10)),),
             inputs=(Input("x", axis=1, clock="frames"),),
         ),

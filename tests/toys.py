@@ -68,6 +68,7 @@ class Rebound(Toy):
 class BufferShift(Toy):
     def __init__(self) -> None:
         super().__init__()
+        self.hist: Tensor
         self.register_buffer("hist", torch.ones(B, 8, C))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ class BufferShift(Toy):
 class LayerList(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Toy() for _ in range(3))
+        self.layers: Any = nn.ModuleList(Toy() for _ in range(3))
 
     def forward(self, x: Tensor, caches: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         kept = []
@@ -117,6 +118,8 @@ class ConvContext(nn.Module):
 class RingByIndex(Toy):
     def __init__(self) -> None:
         super().__init__()
+        self.ring: Tensor
+        self.position: Tensor
         self.register_buffer("ring", torch.ones(B, 7, C))
         self.register_buffer("position", torch.zeros(1, dtype=torch.int64))
 
@@ -184,6 +187,7 @@ class SolverWorkspace(Toy):
 
     def __init__(self) -> None:
         super().__init__()
+        self.work: Tensor
         self.register_buffer("work", torch.zeros(T, B, 20, C), persistent=False)
 
     def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,8 @@
 import contextlib
 import copy
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +27,6 @@ HERE = __file__.rsplit("/", 1)[-1]
 def _serving(request: pytest.FixtureRequest) -> None:
     """Serving code runs without gradients; the one test about modes chooses its own."""
     torch.set_grad_enabled("D48" in request.node.name)
-
-
-def graphs_seen() -> int:
-    return counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.parametrize("marked", [False, True], ids=["plain", "mark_step_begin"])
@@ -122,6 +120,7 @@ def test_A8_inputs_that_come_to_overlap() -> None:
 class ReadsBesideState(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.hist: Tensor
         self.register_buffer("hist", torch.ones(B, 6, C))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -191,6 +190,7 @@ def test_B20_an_int_attribute_that_counts_calls() -> None:
     module = CountsCalls()
     eager = copy.deepcopy(module)
     with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
+        counters.clear()
         step = compile_with(module, contract)
         cadence_fx.warm_up(step, torch.randn(B, 3, C))
         module.hist, module.calls = torch.ones(B, 2, C), 0
@@ -198,10 +198,10 @@ def test_B20_an_int_attribute_that_counts_calls() -> None:
             x = torch.randn(B, 3, C)
             assert_same(step(x), eager(x), f"call {i}")
         assert module.calls == 40
-        assert graphs_seen() <= len(contract.catalog()) + 1
+        assert counters["stats"]["unique_graphs"] <= len(contract.catalog()) + 1
 
 
-def prompted(prompt: int, **limits: int) -> Stream:
+def prompted(prompt: int, max_classes: int = 64) -> Stream:
     class Prompted(Toy):
         def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
             cache = torch.cat([cache, self.key(x)], 1)
@@ -216,7 +216,7 @@ def prompted(prompt: int, **limits: int) -> Stream:
             (Clock("frames", 3, flush=(1, 2)),),
             (kept("cache", 1, prompt, PromptPlusLast(prompt, 7)),),
             inputs=(Input("x", axis=1, clock="frames"),),
-            **limits,
+            max_classes=max_classes,
         ),
         fresh=lambda g: (noise(g, B, prompt, C),),
         inputs=frames,
@@ -316,7 +316,7 @@ def test_D43_a_refusal_names_the_argument_and_the_line() -> None:
     assert f"{HERE}:{scaled.__code__.co_firstlineno + 1}" in str(refused.value)
 
 
-MODES = {
+MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "inference": torch.inference_mode,
     "no_grad": torch.no_grad,
     "grad": contextlib.nullcontext,
