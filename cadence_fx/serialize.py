@@ -66,24 +66,28 @@ def from_dict(data: Mapping[str, Any], *, source: str = "contract") -> Contract:
     Raises ContractFileError for an unknown or missing field or a wrong table. What the constructors refuse
     comes back as ContractFileError too, with their field and region.
     """
-    values = dict(_known(data, [field.name for field in fields(Contract)], source, "contract"))
+    values = dict(_known(data, [field.name for field in _declared(Contract)], source, ""))
     for table, cls in _TABLES.items():
         rows = values.get(table, [])
         if not isinstance(rows, list):
             raise ContractFileError(source, f"expected a list of tables, found {rows!r}", field=table)
         values[table] = [_part(cls, row, source, f"{table}[{number}]") for number, row in enumerate(rows)]
-    contract: Contract = _build(Contract, values, source, "contract")
+    contract: Contract = _build(Contract, values, source, "")
     return contract
+
+
+def _at(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name
 
 
 def _known(data: object, known: list[str], source: str, where: str) -> Mapping[str, Any]:
     if not isinstance(data, Mapping):
-        raise ContractFileError(source, f"expected a table, found {data!r}", field=where)
+        raise ContractFileError(source, f"expected a table, found {data!r}", field=where or None)
     for name in data:
         if name not in known:
             near = nearest_name(str(name), known)
             hint = f"; did you mean {near!r}?" if near else f" (known: {', '.join(known)})"
-            raise ContractFileError(source, f"{name!r} is not a field{hint}", field=f"{where}.{name}")
+            raise ContractFileError(source, f"{name!r} is not a field{hint}", field=_at(where, str(name)))
     return data
 
 
@@ -120,13 +124,13 @@ def _policy(table: object, source: str, where: str) -> Any:
 def _build(cls: type, values: Mapping[str, Any], source: str, where: str) -> Any:
     for field in _declared(cls):
         if field.name not in values and field.default is MISSING:
-            raise ContractFileError(source, "this field is missing", field=f"{where}.{field.name}")
+            raise ContractFileError(source, "this field is missing", field=_at(where, field.name))
     try:
         return cls(**values)
     except ContractError as error:
         place = error.field
-        if cls is not Contract:  # a part knows its own field; the file's reader needs the row as well
-            place = f"{where}.{error.field.rpartition('.')[2]}" if error.field else where
+        if where and place:  # a part knows its own field; the file's reader needs the row as well
+            place = _at(where, place.rpartition(".")[2])
         raise ContractFileError(source, error.problem, field=place, region=error.region) from error
 
 
