@@ -1,0 +1,55 @@
+"""Which adapter declares which module class.
+
+Classes are keyed by qualified name, so that looking one up imports neither the model's package nor an adapter that is
+not needed.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from torch import nn
+
+from cadence_fx.adapters.base import Adapter
+from cadence_fx.contract import Contract
+from cadence_fx.errors import ContractError
+
+# Class name -> "module:attribute" of its adapter, imported at the first look-up.
+_BUILT_IN = {
+    "cadence_fx.adapters.token2wav.FlowStep": "cadence_fx.adapters.token2wav:ADAPTER",
+    "cadence_fx.adapters.token2wav.ConformerStep": "cadence_fx.adapters.token2wav:ADAPTER",
+}
+_adapters: dict[str, Adapter | str] = dict(_BUILT_IN)
+
+
+def register(adapter: Adapter) -> None:
+    """Adds an adapter for the classes that it names.
+
+    Raises:
+        ContractError: another adapter already declares one of the classes.
+    """
+    for name in adapter.classes:
+        if name in _adapters and _adapters[name] is not adapter:
+            raise ContractError(f"two adapters declare {name}; unregister the first to replace it", field="classes")
+    _adapters.update(dict.fromkeys(adapter.classes, adapter))
+
+
+def unregister(adapter: Adapter) -> None:
+    """Takes an adapter's classes out again; classes that ship with the package fall back to theirs."""
+    for name in [name for name, known in _adapters.items() if known is adapter]:
+        del _adapters[name]
+        if name in _BUILT_IN:
+            _adapters[name] = _BUILT_IN[name]
+
+
+def contract_for(module: nn.Module) -> Contract | None:
+    """The contract that an adapter declares for this module's class or a base class of it; None when there is none."""
+    for kind in type(module).__mro__:
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        found = _adapters.get(name)
+        if isinstance(found, str):
+            path, _, attribute = found.partition(":")
+            found = _adapters[name] = getattr(import_module(path), attribute)
+        if found is not None:
+            return found.contract(module)
+    return None

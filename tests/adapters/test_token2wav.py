@@ -1,0 +1,292 @@
+"""The Token2Wav adapter against the vendor's own stream, on small random weights: every byte, over whole sessions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from bench import vendor
+from cadence_fx.adapters import contract_for
+from cadence_fx.adapters.token2wav import FLUSH_TOKENS, ConformerStep, FlowStep, Geometry, Token2WavStream
+from cadence_fx.bytesops import bytes_equal, digest
+from cadence_fx.errors import ContractError
+
+pytestmark = [
+    pytest.mark.skipif(not vendor.available(), reason="the vendor package stepaudio2-minicpmo is not installed"),
+    pytest.mark.filterwarnings("ignore:.*Disabling autocast"),
+]
+
+SIZES = vendor.SMALL
+RELEASED = Geometry(prompt=302, steps=10)
+
+
+def vendor_state(token2wav: Any, geometry: Geometry) -> dict[str, torch.Tensor]:
+    """What the vendor's next call reads of its caches, under the adapter's names; a copy."""
+    cache, blocks = token2wav.stream_cache, len(token2wav.flow.encoder.encoders)
+    packed = cache["conformer_att_cache"]
+    live = (
+        cache["conformer_cnn_cache"],
+        packed[:blocks, :, :, : packed.shape[3] // 2],
+        packed[blocks:],
+        cache["estimator_cnn_cache"][: geometry.steps],
+        cache["estimator_att_cache"][: geometry.steps],
+    )
+    return dict(zip(Token2WavStream.STATE, (value.clone() for value in live), strict=True))
+
+
+class Pair:
+    """The vendor's stream and the adapter's, on equal weights and equal draws."""
+
+    def __init__(self, sizes: vendor.Sizes = SIZES, **options: Any) -> None:
+        self.sizes = sizes
+        self.reference = vendor.build_token2wav(sizes)
+        self.stream = Token2WavStream(vendor.build_token2wav(sizes), **options)
+        self.calls = 0
+
+    def start(self) -> None:
+        vendor.start_turn(self.reference)
+        if self.calls == 0:
+            self.stream.prime()
+        else:
+            self.stream.reset()
+        self.check_state()
+
+    def call(self, count: int = 28, last_chunk: bool = False) -> None:
+        tokens = vendor.build_tokens(1, count, self.sizes, seed=self.calls)[0]
+        outputs = []
+        for stream in (self.reference.stream, self.stream.token2wav.stream):
+            torch.manual_seed(self.calls)
+            outputs.append(stream(tokens, None, last_chunk=last_chunk, return_waveform=True))
+        assert outputs[0].tobytes() == outputs[1].tobytes(), f"call {self.calls}: samples differ"
+        self.calls += 1
+        self.check_state()
+
+    def check_state(self) -> None:
+        expected, actual = vendor_state(self.reference, self.stream.geometry), self.stream.token2wav.stream_cache
+        for name, value in expected.items():
+            assert bytes_equal(value, actual[name]), f"after {self.calls} calls: {name} differs"
+        for name, value in self.reference.hift_cache_dict.items():
+            assert bytes_equal(value, self.stream.token2wav.hift_cache_dict[name]), f"after {self.calls} calls: {name}"
+
+
+@pytest.fixture
+def pair() -> Pair:
+    pair = Pair()
+    pair.start()
+    return pair
+
+
+def test_a_session_of_sixty_calls_with_turns_and_flushes_has_the_vendors_bytes(pair: Pair) -> None:
+    turns = [(4, 1), (7, 28), (1, 3), (12, 25), (2, 17), (9, 7), (5, 26), (14, 2)]
+    for normal, final in turns:
+        for _ in range(normal):
+            pair.call()
+        pair.call(final, last_chunk=True)
+        pair.start()
+    assert pair.calls == 62
+    assert pair.stream.eager_calls == {"priming": 1, "undeclared size": len(turns)}
+
+
+@pytest.mark.parametrize("before", [1, 2, 4], ids=["growing", "full at the flush", "full"])
+def test_every_last_call_of_2_to_56_frames_has_the_vendors_bytes(pair: Pair, before: int) -> None:
+    for count in FLUSH_TOKENS:
+        for _ in range(before):
+            pair.call()
+        pair.call(count, last_chunk=True)
+        pair.start()
+
+
+def test_every_partial_flush_of_10_to_48_frames_has_the_vendors_bytes(pair: Pair) -> None:
+    for count in range(8, 28):
+        pair.call()
+        pair.call(count)
+        pair.call()  # an emission after the flush finds an extent that is no multiple of the stride
+        pair.call(4, last_chunk=True)
+        pair.start()
+
+
+@pytest.mark.parametrize("prompt", [100, 104, 130], ids="P={}".format)
+def test_the_token_rate_cache_keeps_its_first_frames_once_trimmed(prompt: int) -> None:
+    pair = Pair(replace(SIZES, prompt_frames=prompt))
+    pair.start()
+    frozen = []
+    for _ in range(5):
+        pair.call()
+        frozen.append(digest(pair.stream.token2wav.stream_cache["conformer_token_cache"]))
+    assert frozen[0] != frozen[2]
+    assert len(set(frozen[2:])) == 1
+
+
+def test_a_turn_may_be_reset_as_the_application_does_it() -> None:
+    # MiniCPM-o keeps clones of the two primed dictionaries and clones them back at each turn.
+    pair = Pair()
+    bound = pair.stream.token2wav
+    vendor.start_turn(bound)
+    base = {name: value.clone() for name, value in bound.stream_cache.items()}
+    vocoder = {name: value.clone() for name, value in bound.hift_cache_dict.items()}
+    for _ in range(2):
+        vendor.start_turn(pair.reference)
+        bound.stream_cache = {name: value.clone() for name, value in base.items()}
+        bound.hift_cache_dict = {name: value.clone() for name, value in vocoder.items()}
+        pair.check_state()
+        for _ in range(4):
+            pair.call()
+
+
+def test_states_alias_neither_the_workspaces_nor_each_other(pair: Pair) -> None:
+    pair.call()
+    decoder = pair.stream.token2wav.flow.decoder
+    owned = {
+        decoder.att_cache_buffer.untyped_storage().data_ptr(),
+        decoder.cnn_cache_buffer.untyped_storage().data_ptr(),
+    }
+    states = [value.untyped_storage().data_ptr() for value in pair.stream.token2wav.stream_cache.values()]
+    assert owned.isdisjoint(states)
+    assert len(set(states)) == len(states)
+    assert all(value.is_contiguous() for value in pair.stream.token2wav.stream_cache.values())
+
+
+def test_the_plain_steps_keep_what_the_contracts_say(pair: Pair) -> None:
+    geometry, bound = pair.stream.geometry, pair.stream.token2wav
+    regions = [("estimator_att_cache", geometry.flow_contract().region("att_cache"), 4, geometry.rate)]
+    conformer = geometry.conformer_contract()
+    regions.append(("conformer_token_cache", conformer.region("token_cache"), 3, 1))
+    regions.append(("conformer_att_cache", conformer.region("mel_cache"), 3, geometry.rate))
+    for count, last in [(28, False)] * 4 + [(9, True)]:
+        before = {name: bound.stream_cache[name].clone() for name, *_ in regions}
+        pair.call(count, last)
+        for name, region, axis, rate in regions:
+            old, new = before[name], bound.stream_cache[name]
+            advance = geometry.fresh(count, last) * rate
+            assert new.shape[axis] == region.next_extent(old.shape[axis], advance)
+            position = 0
+            for span in region.retention.survivors(old.shape[axis], advance) or ():
+                if span.source == "old":
+                    kept = new.narrow(axis, position, len(span))
+                    assert bytes_equal(kept, old.narrow(axis, span.start, len(span))), f"{name} {span}"
+                position += len(span)
+
+
+def buffers(token2wav: Any) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in token2wav.flow.decoder.named_buffers() if name.endswith("cache_buffer")}
+
+
+def test_workspaces_are_sized_to_the_contract_and_given_back_bit_for_bit() -> None:
+    token2wav = vendor.build_token2wav(SIZES)
+    vendor.start_turn(token2wav)  # leaves bytes in the workspaces
+    shipped = {name: value.clone() for name, value in buffers(token2wav).items()}
+    stream = Token2WavStream(token2wav)
+    sized = {name: tuple(value.shape) for name, value in buffers(token2wav).items()}
+    assert sized == {
+        "att_cache_buffer": (3, 2, 2, 2, 260, 32),
+        "cnn_cache_buffer": (3, 2, 2, 64, 2),
+        "estimator.att_cache_buffer": (2, 2, 2, 260, 32),
+        "estimator.cnn_cache_buffer": (2, 2, 64, 2),
+    }
+    stream.prime()
+    stream.stream(vendor.build_tokens(1, 28)[0])
+    stream.unbind()
+    restored = buffers(token2wav)
+    assert restored.keys() == shipped.keys()
+    assert all(bytes_equal(shipped[name], restored[name]) for name in shipped)
+    assert not {"setup_cache", "inference_chunk"} & vars(token2wav.flow).keys()
+
+
+def test_after_unbind_the_vendors_stream_runs_as_before() -> None:
+    reference, token2wav = vendor.build_token2wav(SIZES), vendor.build_token2wav(SIZES)
+    stream = Token2WavStream(token2wav)
+    stream.prime()
+    stream.unbind()
+    outputs = []
+    for subject in (reference, token2wav):
+        vendor.start_turn(subject)
+        torch.manual_seed(0)
+        outputs.append([subject.stream(tokens, None) for tokens in vendor.build_tokens(4, 28)])
+    assert outputs[0] == outputs[1]
+
+
+def test_released_numbers_follow_from_the_declaration() -> None:
+    flow, conformer = RELEASED.flow_contract(), RELEASED.conformer_contract()
+    assert [entry.extent_of("att_cache") for entry in flow.catalog()] == [302, 352, 402]
+    assert [entry.extent_of("mel_cache") for entry in conformer.catalog()] == [302, 352, 402]
+    assert [entry.extent_of("token_cache") for entry in conformer.catalog()] == [151, 176, 201]
+    assert flow.envelope("workspace") == flow.envelope("step_workspace") == 458
+    assert RELEASED.window == 402
+
+
+def test_flush_sizes_add_their_classes() -> None:
+    flushing = replace(RELEASED, flush=FLUSH_TOKENS)
+    frames = {entry.advance_of("frame") for entry in flushing.flow_contract().catalog()}
+    assert frames == set(range(2, 57, 2))
+    assert len(flushing.flow_contract().catalog()) == len(flushing.conformer_contract(True).catalog()) == 3 * 28
+    assert flushing.flow_contract().envelope("workspace") == 458
+    assert flushing.declares(28, False) and flushing.declares(28, True) and flushing.declares(1, True)
+    assert RELEASED.declares(28, False)
+    assert not RELEASED.declares(25, True) and not RELEASED.declares(27, False)
+
+
+@pytest.mark.parametrize("prompt", [98, 103, 0])
+def test_a_prompt_that_the_vendors_trim_scrambles_is_refused(prompt: int) -> None:
+    with pytest.raises(ContractError, match=f"a prompt of {prompt} frames cannot be declared"):
+        Geometry(prompt=prompt, steps=10)
+
+
+def test_float16_is_refused() -> None:
+    token2wav = vendor.build_token2wav(SIZES)
+    token2wav.float16 = True
+    with pytest.raises(ContractError, match="float16"):
+        Token2WavStream(token2wav)
+
+
+def test_another_prompt_needs_another_binding(pair: Pair) -> None:
+    bound = pair.stream.token2wav
+    longer = vendor.build_prompt(replace(SIZES, prompt_frames=110)).as_cache()
+    bound._prepare_prompt = lambda prompt_wav: longer
+    with pytest.raises(ContractError, match="bound for a prompt of 104 frames and 3 solver steps, given 110 and 3"):
+        vendor.start_turn(bound)
+
+
+def test_a_failing_call_leaves_the_state_as_it_was(pair: Pair) -> None:
+    pair.call()
+    with pytest.raises(IndexError):
+        pair.stream.stream([SIZES.vocabulary] * 28)
+    pair.check_state()
+    pair.call()
+
+
+def test_contracts_are_found_by_class(pair: Pair) -> None:
+    stream = pair.stream
+    assert contract_for(stream.plain_flow) == stream.geometry.flow_contract()
+    assert contract_for(stream.plain_conformer[True]) == stream.geometry.conformer_contract(True)
+    assert contract_for(stream.token2wav.flow) is None
+
+
+def test_the_steps_trace_to_one_graph_each_with_the_vendors_bytes() -> None:
+    graphs = []
+
+    def counting(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    pair = Pair()
+    stream = pair.stream
+    stream.flow = torch.compile(
+        FlowStep(stream.token2wav.flow.decoder, stream.geometry), backend=counting, fullgraph=True
+    )
+    stream.conformer[False] = torch.compile(
+        ConformerStep(stream.token2wav.flow, stream.geometry), backend=counting, fullgraph=True
+    )
+    pair.start()
+    for _ in range(5):
+        pair.call()
+    assert graphs
+
+
+def test_importing_the_adapter_does_not_import_the_vendor() -> None:
+    code = "import sys, cadence_fx.adapters.token2wav; assert not any(m.startswith('stepaudio2') for m in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
