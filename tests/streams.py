@@ -195,7 +195,7 @@ def nested_state(g: torch.Generator) -> tuple[Any, ...]:
 
 
 def part(name: str, path: str, axis: int, bound: int) -> Region:
-    return kept(name, axis, 2, KeepLast(bound), f".1{path}", argument=f"state{path}")
+    return kept(name, axis, 2, KeepLast(bound), f"1{path}", argument=f"state{path}")
 
 
 STREAMS = (
@@ -259,7 +259,7 @@ STREAMS = (
         toys.LayerList,
         Contract(
             (Clock("frames", 2),),
-            (kept("kv", 1, 2, KeepLast(7), ".1[*]", argument="caches[*]"),),
+            (kept("kv", 1, 2, KeepLast(7), "1[*]", argument="caches[*]"),),
         ),
         fresh=lambda g: ([noise(g, B, 2, C) for _ in range(3)],),
         inputs=frames,

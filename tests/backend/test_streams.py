@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
+import cadence_fx
 from tests.harness import Pair
 from tests.streams import BY_NAME, STREAMS, Stream, declared, visits
 
@@ -67,3 +68,18 @@ def test_every_class_of_a_stream_is_captured_once() -> None:
     with torch.no_grad():
         pair = Pair(BY_NAME["PartialFlush"])
         assert pair.before["captures"] == len(visits(pair.stream))
+
+
+@pytest.mark.parametrize("name", ["PromptAppend", "BufferShift", "RingByIndex", "SolverWorkspace", "PartialFlush"])
+def test_audit_of_a_healthy_stream_reports_nothing(name: str) -> None:
+    """The stock computation runs beside every call, turn boundaries included, and changes nothing."""
+    with torch.no_grad():
+        pair = Pair(BY_NAME[name])
+        with cadence_fx.audit(pair.step):
+            for turn in range(3):
+                pair.restart(turn)
+                for _ in range(6):
+                    pair.call()
+        pair.call()
+        pair.check_kept()
+        assert pair.missed() == Counter()
