@@ -205,7 +205,29 @@ def test_a_flush_moves_a_session_region_off_the_stride() -> None:
     assert {302, 322, 342, 352, 362, 372, 382, 392, 402} == extents
 
 
-def test_pinned_regions_and_inputs_have_one_class() -> None:
+@pytest.mark.parametrize(("turn", "session"), [(1, 5), (2, 7), (4, 4), (7, 2), (5, 1), (1, 1)])
+def test_turn_and_session_regions_together(turn: int, session: int) -> None:
+    def grows(name: str, extents: int, lifetime: str) -> Region:
+        return Region(
+            name,
+            argument=name,
+            axis=0,
+            clock="f",
+            start=1,
+            retention=KeepLast(extents),
+            lifetime=lifetime,  # type: ignore[arg-type]
+        )
+
+    contract = Contract([Clock("f", 1)], [grows("t", turn, "turn"), grows("s", session, "session")])
+    # (calls in this turn, calls in the session), each to its saturation, the first never above the second
+    calls = range(turn + session)
+    pairs = {(min(i, turn - 1), min(j, session - 1)) for i in calls for j in calls if i <= j}
+    width = contract.width()
+    assert (width.classes, width.exact) == (len(pairs), True)
+    assert {(entry.extent_of("t") - 1, entry.extent_of("s") - 1) for entry in contract.catalog()} == pairs
+
+
+def test_pinned_regions_have_one_class() -> None:
     pinned = Region("conv", argument="conv", axis=1, clock="frames", retention=Pinned(6))
     catalog = Contract([Clock("frames", 50)], [pinned]).catalog()
     assert [str(entry) for entry in catalog] == ["frames +50: conv 6 -> 6"]

@@ -190,6 +190,13 @@ def test_derived_clocks_scale_stride_flush_and_lookahead() -> None:
     assert contract.envelope("cache") == 100 + 56  # look-ahead 3 x 2 and the longest flush agree here
 
 
+@pytest.mark.parametrize(("rate", "lookahead", "envelope"), [(2, 0, 156), (2, 10, 160), (Fraction(1, 5), 0, 106)])
+def test_a_derived_clock_takes_its_base_lookahead_scaled(rate: int | Fraction, lookahead: int, envelope: int) -> None:
+    clocks = [Clock("tokens", 25, lookahead=3), Clock("mel", of="tokens", rate=rate, lookahead=lookahead)]
+    contract = Contract(clocks, [region(clock="mel", retention=KeepLast(100))])
+    assert contract.envelope("cache") == envelope  # bound 100, advance 50 or 5, look-ahead rounded up
+
+
 def test_independent_clocks_combine_their_flushes() -> None:
     contract = Contract(
         [Clock("a", 4, flush=[1]), Clock("b", 6, flush=[2, 3])], [region("x", clock="a"), region("y", clock="b")]
