@@ -1,13 +1,16 @@
 """Every toy stream through ``torch.compile(..., backend="cadence")``: bytes, addresses, catalog, counts."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 import cadence_fx
 from tests.harness import Pair
 from tests.streams import BY_NAME, STREAMS, Stream, declared, visits
+from tests.toys import BufferShift
 
 TURNS = (23, 17, 25)  # calls in each turn; the last of a turn is a flush where the stream declares one
 MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
@@ -62,6 +65,22 @@ def test_buffers_refilled_and_attributes_rebound_in_the_middle(name: str) -> Non
             pair.restart(turn)
         pair.check_kept()
         assert pair.missed() == Counter()
+
+
+class OutputsBuffer(BufferShift):
+    def forward(self, x: Tensor) -> Tensor:
+        super().forward(x)
+        return self.hist[:, -2:]
+
+
+def test_an_output_that_is_a_view_of_a_buffer_stays_one() -> None:
+    """Eager hands out a view of memory that later calls write, and so does a replay."""
+    with torch.no_grad():
+        pair = Pair(replace(BY_NAME["BufferShift"], module=OutputsBuffer))
+        for _ in range(5):
+            pair.call()
+            pair.check_kept()
+        assert len({a.data_ptr() for a, _ in pair.kept}) == 1
 
 
 def test_every_class_of_a_stream_is_captured_once() -> None:
