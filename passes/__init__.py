@@ -2,15 +2,29 @@
 
 from cadence_fx.passes.base import Pass, PassContext, PassResult, RegionSlot
 from cadence_fx.passes.pipeline import default_passes, register_pass, run_passes
+from cadence_fx.passes.provenance import (
+    Contradicted,
+    Proved,
+    Unproved,
+    Verdict,
+    prove_retention,
+    prove_retentions,
+)
 from cadence_fx.passes.reinplace_retention import ReinplaceRetention
 
 __all__ = [
+    "Contradicted",
     "Pass",
     "PassContext",
     "PassResult",
+    "Proved",
     "RegionSlot",
     "ReinplaceRetention",
+    "Unproved",
+    "Verdict",
     "default_passes",
+    "prove_retention",
+    "prove_retentions",
     "register_pass",
     "run_passes",
 ]

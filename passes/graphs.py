@@ -166,6 +166,11 @@ class GraphFacts:
         """Whether the two may share memory."""
         return self.alias_class(left) is self.alias_class(right)
 
+    @staticmethod
+    def same_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
+        """Whether two traced tensors have one storage."""
+        return StorageWeakRef(left.untyped_storage()) == StorageWeakRef(right.untyped_storage())
+
     def _join(self, left: fx.Node, right: fx.Node) -> None:
         self._parent[self.alias_class(left)] = self.alias_class(right)
 
