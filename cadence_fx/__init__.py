@@ -1,0 +1,73 @@
+"""Exact replay for streaming models: a `torch.compile` backend driven by a contract of clocks and retention."""
+
+from cadence_fx.audit import audit as audit
+from cadence_fx.backend import cadence as cadence
+from cadence_fx.backend import declare as declare
+from cadence_fx.catalog import Catalog as Catalog
+from cadence_fx.catalog import CatalogEntry as CatalogEntry
+from cadence_fx.clock import Clock as Clock
+from cadence_fx.contract import Contract as Contract
+from cadence_fx.contract import Input as Input
+from cadence_fx.contract import Region as Region
+from cadence_fx.errors import AuditMismatch as AuditMismatch
+from cadence_fx.errors import AxisOutOfRange as AxisOutOfRange
+from cadence_fx.errors import CadenceError as CadenceError
+from cadence_fx.errors import CatalogMismatch as CatalogMismatch
+from cadence_fx.errors import CatalogTooWide as CatalogTooWide
+from cadence_fx.errors import ContractError as ContractError
+from cadence_fx.errors import ContractFileError as ContractFileError
+from cadence_fx.errors import NotCapturable as NotCapturable
+from cadence_fx.errors import NotCompiled as NotCompiled
+from cadence_fx.errors import NotDeterministic as NotDeterministic
+from cadence_fx.errors import PassFailed as PassFailed
+from cadence_fx.errors import RetentionMismatch as RetentionMismatch
+from cadence_fx.errors import StaleState as StaleState
+from cadence_fx.errors import UnexplainedSize as UnexplainedSize
+from cadence_fx.errors import UnknownArgument as UnknownArgument
+from cadence_fx.errors import UnusedClock as UnusedClock
+from cadence_fx.errors import WrongModule as WrongModule
+from cadence_fx.replay import ExactShapeReplay as ExactShapeReplay
+from cadence_fx.report import Report as Report
+from cadence_fx.report import report as report
+from cadence_fx.retention import KeepLast as KeepLast
+from cadence_fx.retention import Pinned as Pinned
+from cadence_fx.retention import PromptPlusLast as PromptPlusLast
+from cadence_fx.retention import Ring as Ring
+from cadence_fx.warmup import warm_up as warm_up
+
+__all__ = [
+    "AuditMismatch",
+    "AxisOutOfRange",
+    "CadenceError",
+    "Catalog",
+    "CatalogEntry",
+    "CatalogMismatch",
+    "CatalogTooWide",
+    "Clock",
+    "Contract",
+    "ContractError",
+    "ContractFileError",
+    "ExactShapeReplay",
+    "Input",
+    "KeepLast",
+    "NotCapturable",
+    "NotCompiled",
+    "NotDeterministic",
+    "PassFailed",
+    "Pinned",
+    "PromptPlusLast",
+    "Region",
+    "Report",
+    "RetentionMismatch",
+    "Ring",
+    "StaleState",
+    "UnexplainedSize",
+    "UnknownArgument",
+    "UnusedClock",
+    "WrongModule",
+    "audit",
+    "cadence",
+    "declare",
+    "report",
+    "warm_up",
+]

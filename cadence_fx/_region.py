@@ -69,7 +69,7 @@ class Region:
     result: int | str | None = None
     axis: int | tuple[int, ...]
     clock: str | tuple[str, ...]
-    start: int | None = None
+    start: int = None  # type: ignore[assignment]  # left out; a number once constructed
     growth: int | Fraction = 1
     retention: Retention
     lifetime: Lifetime = "turn"
@@ -137,12 +137,12 @@ class Region:
         unmoving = self.retention.fixed or self.mutability == "read_only"
         if self.start is None:
             object.__setattr__(self, "start", self.bound if unmoving else 0)
-        start = check_count(self.start, "start", least=0, region=self.name)
-        if start > self.bound:
-            problem = f"starts at {start}, above the bound {self.bound} of its retention ({self.retention.describe()})"
+        check_count(self.start, "start", least=0, region=self.name)
+        if self.start > self.bound:
+            problem = f"starts at {self.start}, above the bound {self.bound} of its retention ({self.retention.describe()})"
             raise ContractError(problem, field="start", region=self.name)
-        if unmoving and start != self.bound:
-            problem = f"starts at {start}, but its extent is always {self.bound} ({self.retention.describe()})"
+        if unmoving and self.start != self.bound:
+            problem = f"starts at {self.start}, but its extent is always {self.bound} ({self.retention.describe()})"
             raise ContractError(problem, field="start", region=self.name)
 
     def with_periodic(self, periodic: frozenset[str]) -> Region:
@@ -197,12 +197,6 @@ class Region:
     def bound(self) -> int:
         """The largest attended extent, in frames."""
         return self.retention.bound
-
-    @property
-    def first(self) -> int:
-        """The extent at the start of the lifetime, in frames."""
-        assert self.start is not None  # set in __post_init__
-        return self.start
 
     @property
     def persistent(self) -> bool:

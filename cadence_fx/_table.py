@@ -43,7 +43,7 @@ def _region_row(contract: Contract, region: Region) -> tuple[str, ...]:
         region.retention.describe(),
         region.lifetime,
         str(region.added(stride)),
-        f"{region.bound} - {region.first} = {region.bound - region.first}",
+        f"{region.bound} - {region.start} = {region.bound - region.start}",
         str(region.bound),
         str(contract.envelope(region)),
         region_arithmetic(region, stride) if region.persistent else "scratch",

@@ -31,15 +31,15 @@ class Width:
 
 def region_extents(region: Region, stride: int) -> int:
     """K of one region: the extents it visits when every call advances ``stride`` ticks of its frame clock."""
-    window = region.bound - region.first
+    window = region.bound - region.start
     return -(-window // region.added(stride)) + 1 if window else 1
 
 
 def region_arithmetic(region: Region, stride: int) -> str:
     """``ceil((402 - 302) / 50) + 1 = 3``, or ``1 (W = 0)`` for an extent that never moves."""
-    if region.bound == region.first:
+    if region.bound == region.start:
         return "1 (W = 0)"
-    span = f"({region.bound:,} - {region.first:,}) / {region.added(stride):,}"
+    span = f"({region.bound:,} - {region.start:,}) / {region.added(stride):,}"
     return f"ceil({span}) + 1 = {region_extents(region, stride):,}"
 
 
@@ -52,7 +52,7 @@ def contract_width(contract: Contract) -> Width:
     """
     persistent = [region for region in contract.regions if region.persistent]
     turns = [region for region in persistent if region.lifetime == "turn"]
-    sessions = [region for region in persistent if region.lifetime != "turn" and region.bound > region.first]
+    sessions = [region for region in persistent if region.lifetime != "turn" and region.bound > region.start]
     turn_states, turn_text = _widest(contract, turns)
     advances = prod(len(contract.advances_of(clock.name)) for clock in contract.clocks if clock.is_base)
     times = f"; x {advances:,} advances (stride and flush)" if advances > 1 else ""
@@ -101,7 +101,7 @@ def _saturation(contract: Contract, sessions: list[Region]) -> tuple[int, str]:
         assert clock is not None  # a region that moves has a frame clock
         base = contract.base_of(clock)
         per_tick = region.growth * contract.rate_of(clock)
-        window = region.bound - region.first
+        window = region.bound - region.start
         unit = gcd(*contract.advances_of(base.name))
         ticks = -(-window * per_tick.denominator // per_tick.numerator)
         totals[base.name] = max(totals.get(base.name, 1), -(-ticks // unit) + 1)

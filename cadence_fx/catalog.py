@@ -120,7 +120,7 @@ def _walk(contract: Contract) -> Iterator[CatalogEntry]:
     """Each class once. A turn is followed to its end before the states that its boundaries lead to."""
     regions = [region for region in contract.regions if region.persistent]
     names = [region.name for region in regions]
-    start = tuple(region.first for region in regions)
+    start = tuple(region.start for region in regions)
     seen = {start}
     waiting = deque([start])
     while waiting:
@@ -138,7 +138,7 @@ def _walk(contract: Contract) -> Iterator[CatalogEntry]:
                 flush,
             )
             turned = tuple(
-                region.first if region.lifetime == "turn" else extent
+                region.start if region.lifetime == "turn" else extent
                 for region, extent in zip(regions, after, strict=True)
             )
             if not flush and after not in seen:

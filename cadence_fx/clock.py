@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
 
@@ -53,7 +53,7 @@ class Clock:
     stride: int | None = None
     _: KW_ONLY
     lookahead: int = 0
-    flush: tuple[int, ...] = ()
+    flush: Sequence[int] = ()  # any iterable is accepted; kept as a sorted tuple
     of: str | None = None
     rate: int | Fraction = 1
     period: int | None = None

@@ -5,7 +5,7 @@ Everything a stream can reach follows from these numbers; ``width`` and ``catalo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
 from itertools import product
@@ -55,10 +55,10 @@ class Contract:
     follows) with ``field`` and, where one is at fault, ``region``.
     """
 
-    clocks: tuple[Clock, ...]
-    regions: tuple[Region, ...] = ()
+    clocks: Sequence[Clock]
+    regions: Sequence[Region] = ()
     _: KW_ONLY
-    inputs: tuple[Input, ...] = ()
+    inputs: Sequence[Input] = ()
     name: str | None = None
     max_classes: int = 64
 

@@ -257,7 +257,7 @@ class Ring:
     def attended_expr(self, raw: sympy.Expr) -> sympy.Expr:
         return sympy.Integer(self.n)
 
-    def survivors(self, old: int, new: int) -> None:
+    def survivors(self, old: int, new: int) -> tuple[Span, ...] | None:
         return None
 
     def describe(self) -> str:

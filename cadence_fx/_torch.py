@@ -1,0 +1,231 @@
+"""The only module that touches private PyTorch API.
+
+Everything here was read in torch 2.11 to 2.14; where a name moved between those versions both spellings are tried.
+Callers get plain values (strings, sympy expressions, integers), so no other module depends on Dynamo's internals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+import torch._dynamo
+from torch import fx
+from torch._dynamo.output_graph import OutputGraph
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+CompileWrapper = getattr(torch, "_TorchCompileWrapper")  # noqa: B009 - private, kept in one place
+OptimizedModule = torch._dynamo.eval_frame.OptimizedModule
+
+
+# -- who is compiling -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(slots=True)
+class CompileSite:
+    """On whose behalf a backend is being called. Nothing in it may be kept past that call.
+
+    Attributes:
+        wrapper: the object that one `torch.compile` call owns; None for a backend called by hand.
+        module, module_name: the `nn.Module` whose method is being compiled and the local that holds it.
+        values: the locals of the frame being compiled.
+    """
+
+    wrapper: Any | None = None
+    module: torch.nn.Module | None = None
+    module_name: str | None = None
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def compile_site() -> CompileSite:
+    """Find the `torch.compile` call and the frame being compiled on the Python stack; Dynamo offers no other way."""
+    site = CompileSite()
+    frame = sys._getframe(1)
+    for _ in range(64):
+        if frame is None:
+            break
+        owner = frame.f_locals.get("self")
+        if site.wrapper is None and isinstance(owner, CompileWrapper):
+            site.wrapper = owner
+        if isinstance(owner, OutputGraph):
+            root = owner.root_tx
+            site.values = dict(root.f_locals)
+            first = root.f_code.co_varnames[:1] if root.f_code.co_argcount else ()
+            if first and isinstance(site.values.get(first[0]), torch.nn.Module):
+                site.module, site.module_name = site.values[first[0]], first[0]
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    return site
+
+
+def compile_wrapper_of(compiled: Any) -> Any | None:
+    """The object that one `torch.compile` call owns, from what that call returned (or from a module compiled in place)."""
+    if isinstance(compiled, torch.nn.Module) and not isinstance(compiled, OptimizedModule):
+        compiled = compiled._compiled_call_impl
+    contexts = []
+    if isinstance(compiled, OptimizedModule):
+        contexts.append(compiled.dynamo_ctx)
+    closure = getattr(getattr(compiled, "__func__", compiled), "__closure__", None) or ()
+    for cell in closure:
+        with contextlib.suppress(ValueError):
+            if hasattr(cell.cell_contents, "callback"):
+                contexts.append(cell.cell_contents)
+    for context in contexts:
+        inner = context.callback
+        while inner is not None:
+            if isinstance(inner, CompileWrapper):
+                return inner
+            inner = getattr(inner, "_torchdynamo_orig_backend", None) or getattr(inner, "_torchdynamo_orig_callable", None)
+    return None
+
+
+def original_of(compiled: Any) -> Any:
+    """The user's module or function under a `torch.compile` result."""
+    if isinstance(compiled, OptimizedModule):
+        return compiled._orig_mod
+    return getattr(compiled, "_torchdynamo_orig_callable", compiled)
+
+
+# -- what Dynamo knows about a graph ----------------------------------------------------------------------------------
+
+
+def source_name(placeholder: fx.Node) -> str | None:
+    """Dynamo's name of where a placeholder comes from, such as `L['cache'].size()[1]`."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    if source is None:
+        argument = placeholder.meta.get("grapharg")
+        source = argument.source if argument is not None else None
+    if source is None:
+        return None
+    name = source.name
+    return name() if callable(name) else name
+
+
+def is_random_source(placeholder: fx.Node) -> bool:
+    """Whether Dynamo feeds this placeholder from the host's `random` module."""
+    argument = placeholder.meta.get("grapharg")
+    source = getattr(placeholder, "_dynamo_source", None) or (argument.source if argument is not None else None)
+    return type(source).__name__ == "RandomValueSource"
+
+
+def as_expr(value: Any) -> sympy.Expr:
+    """An int or SymInt as a sympy expression over Dynamo's symbols."""
+    return value.node.expr if isinstance(value, torch.SymInt) else sympy.Integer(value)
+
+
+def example_value(node: fx.Node) -> Any:
+    """The fake tensor, SymInt or constant Dynamo computed for a node, or None."""
+    return node.meta.get("example_value")
+
+
+def current_guards() -> tuple[tuple[sympy.Expr, ...], dict[sympy.Symbol, tuple[int | None, int | None]]]:
+    """Guards and value ranges of the symbols of the graph being compiled.
+
+    Returns:
+        (guards, ranges): boolean expressions that must hold, and per symbol (lower, upper), None where unbounded.
+    """
+    context = TracingContext.try_get()
+    if context is None or context.fake_mode is None or context.fake_mode.shape_env is None:
+        return (), {}
+    env = context.fake_mode.shape_env
+    ranges: dict[sympy.Symbol, tuple[int | None, int | None]] = {}
+    for symbol, bounds in env.var_to_range.items():
+        lower = int(bounds.lower) if bounds.lower.is_Integer else None
+        upper = int(bounds.upper) if bounds.upper.is_Integer else None
+        ranges[symbol] = (lower, upper)
+    return tuple(guard.expr for guard in env.guards), ranges
+
+
+def to_static_aten(gm: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphModule:
+    """Re-trace a Dynamo graph at concrete sizes to pre-dispatch aten, nothing decomposed, mutation kept.
+
+    Runs outside Dynamo's tracing context: inside it the trace would add guards to the graph being compiled.
+
+    Args:
+        arguments: one value a placeholder: tensors (only their metadata is used), ints, floats, bools.
+    """
+    interpreter = fx.Interpreter(gm)  # keeps the user's file and line on every aten node
+    with tracing(None), FakeTensorMode(allow_non_fake_inputs=True) as mode, fx.traceback.preserve_node_meta():
+        fakes = [mode.from_tensor(a, static_shapes=True) if isinstance(a, torch.Tensor) else a for a in arguments]
+        traced: fx.GraphModule = make_fx(lambda *a: interpreter.run(*a), pre_dispatch=True)(*fakes)
+    return traced
+
+
+def mark_dynamic(tensor: torch.Tensor, axis: int) -> None:
+    """Ask Dynamo for a symbol on this axis; unlike `mark_dynamic` it does not raise when a branch narrows the range."""
+    torch._dynamo.maybe_mark_dynamic(tensor, axis)
+
+
+@contextlib.contextmanager
+def patient_tracing() -> Iterator[None]:
+    """Dynamo settings for warm-up: integer attributes become symbols (a call counter must not recompile every step),
+    errors surface, and every graph of the catalog may be compiled."""
+    settings: dict[str, Any] = {"allow_unspec_int_on_nn_module": True, "suppress_errors": False}
+    with torch._dynamo.config.patch(settings):
+        yield
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+_pointers_equal: Callable[..., bool] | None = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+
+
+def pointers_equal(tensors: Sequence[Any], pointers: list[int | None], indices: list[int]) -> bool:
+    """Whether tensors[i].data_ptr() == pointers[i] for every i in indices; one native call where PyTorch has it."""
+    if _pointers_equal is not None:
+        return _pointers_equal(list(tensors), pointers, indices)
+    return all(tensors[i].data_ptr() == pointers[i] for i in indices)
+
+
+def storage_owners(tensor: torch.Tensor) -> int:
+    """How many tensors and storages share this tensor's memory."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+# -- ambient state ----------------------------------------------------------------------------------------------------
+
+
+def ambient_state(device_type: str) -> tuple[Any, ...]:
+    """Every process-wide switch that decides which kernels run; part of the signature.
+
+    grad and inference mode, autocast and its dtype, default dtype, TF32 and reduced-precision flags, determinism,
+    cuDNN benchmark, and the enabled SDPA backends.
+    """
+    autocast = torch.is_autocast_enabled(device_type)
+    flags: tuple[Any, ...] = (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_autocast_dtype(device_type) if autocast else None,
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+    )
+    if device_type == "cuda":
+        c = torch._C
+        flags += (
+            c._get_cudnn_allow_tf32(),
+            c._get_cudnn_benchmark(),
+            c._get_cudnn_deterministic(),
+            c._get_cublas_allow_fp16_reduced_precision_reduction(),
+            c._get_cublas_allow_bf16_reduced_precision_reduction(),
+            c._get_flash_sdp_enabled(),
+            c._get_mem_efficient_sdp_enabled(),
+            c._get_math_sdp_enabled(),
+            c._get_cudnn_sdp_enabled(),
+        )
+    return flags
+
+
+def backend_error(error: BaseException) -> BaseException:
+    """The exception a backend raised, out of Dynamo's wrapper around it."""
+    if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
+        return error.inner_exception
+    return error
+

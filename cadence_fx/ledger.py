@@ -1,0 +1,83 @@
+"""Counts of everything that happened, by reason, and one log line for each distinct reason.
+
+The ledger is the single record of captures, replays, misses, refusals and invalidations; `report` prints it. Logging
+follows PyTorch's own convention: silent unless asked for (`TORCH_LOGS="+cadence_fx"`, or the `logging` module).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+
+log = logging.getLogger("cadence_fx")
+log.addHandler(logging.NullHandler())
+
+# Latencies of the most recent calls kept for quantiles.
+_WINDOW = 8192
+
+
+class Ledger:
+    """Counters of one `torch.compile` call or one `ExactShapeReplay`.
+
+    Attributes:
+        replays: calls answered by a captured class.
+        misses: calls that ran eager, by reason.
+        refusals: classes that were not admitted, by reason.
+        invalidations: classes dropped because what they were bound to changed, by reason.
+        captures: classes captured; `late_captures` of them after the seal.
+        adoptions: states copied into a carry because they did not live there.
+        evacuations: states moved out of a carry because somebody still held them.
+        latencies_us: host microseconds of the most recent calls.
+        details: reason → distinct explanations (argument, axis, the user's file and line).
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.replays = 0
+        self.captures = 0
+        self.late_captures = 0
+        self.adoptions = 0
+        self.evacuations = 0
+        self.capture_seconds = 0.0
+        self.misses: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
+        self.invalidations: Counter[str] = Counter()
+        self.details: dict[str, dict[str, int]] = {}
+        self.latencies_us: deque[float] = deque(maxlen=_WINDOW)
+
+    def begin_traffic(self) -> None:
+        """Forget what warm-up itself did (its calls are not traffic); captures, refusals and their reasons stay."""
+        self.replays = self.adoptions = self.evacuations = 0
+        for reason in self.misses:
+            self.details.pop(reason, None)
+        self.misses.clear()
+        self.latencies_us.clear()
+
+    def miss(self, reason: str, detail: str = "") -> None:
+        """Count a call that runs eager."""
+        self.misses[reason] += 1
+        self._note("eager", reason, detail)
+
+    def refuse(self, reason: str, detail: str = "") -> None:
+        """Count a class that is not admitted."""
+        self.refusals[reason] += 1
+        self._note("refused", reason, detail)
+
+    def invalidate(self, reason: str, detail: str = "") -> None:
+        """Count a captured class that is dropped."""
+        self.invalidations[reason] += 1
+        self._note("invalidated", reason, detail)
+
+    def _note(self, verb: str, reason: str, detail: str) -> None:
+        seen = self.details.setdefault(reason, {})
+        if detail not in seen:
+            log.warning("%s: %s: %s%s", self.name, verb, reason, f": {detail}" if detail else "")
+        seen[detail] = seen.get(detail, 0) + 1
+
+    def quantiles_us(self) -> dict[str, float]:
+        """p50, p95 and p99 of the host time of recent calls, in microseconds; empty before the first call."""
+        if not self.latencies_us:
+            return {}
+        ordered = sorted(self.latencies_us)
+        last = len(ordered) - 1
+        return {f"p{q}": round(ordered[round(q / 100 * last)], 2) for q in (50, 95, 99)}

@@ -1,0 +1,112 @@
+"""Turning a class's raw outputs into what the user may keep.
+
+A launched CUDA graph writes its outputs to the same memory every time. What the user gets must survive the next launch, keep
+the strides eager gives, keep the aliasing between outputs that eager gives, and alias an input where eager's output does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cadence_fx.plan import Plan, RegionUse
+
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride, storage offset
+
+
+@dataclasses.dataclass(slots=True)
+class OutputRule:
+    """How one output is made.
+
+    Kinds: "constant" (a non-tensor, the same for the whole class), "fresh" (own memory), "shared" (a view of memory that several
+    outputs share: `group`), "argument" (a view of the caller's own argument `index`), "region" (the new state).
+    """
+
+    kind: str
+    value: Any = None
+    index: int = -1
+    geometry: Geometry | None = None
+    region: RegionUse | None = None
+    dense: bool = True
+
+
+def derive_rules(plan: Plan, static_args: Sequence[Any], outputs: Sequence[Any]) -> list[OutputRule]:
+    """Read the rules off one run of the stock computation on `static_args`."""
+    memory = {a.untyped_storage().data_ptr(): i for i, a in enumerate(static_args) if isinstance(a, torch.Tensor) and a.numel()}
+    by_output = {use.output: use for use in plan.regions if use.output is not None}
+    homes: dict[int, list[int]] = {}
+    for i, out in enumerate(outputs):
+        if isinstance(out, torch.Tensor) and out.numel():
+            homes.setdefault(out.untyped_storage().data_ptr(), []).append(i)
+    states = {use.index for use in plan.regions}
+    rules: list[OutputRule] = []
+    for i, out in enumerate(outputs):
+        if i in by_output:
+            rules.append(OutputRule("region", region=by_output[i]))
+        elif not isinstance(out, torch.Tensor):
+            rules.append(OutputRule("constant", value=out))
+        else:
+            geometry = (tuple(out.shape), tuple(out.stride()), out.storage_offset())
+            home = out.untyped_storage().data_ptr() if out.numel() else -1
+            source = memory.get(home)
+            if source is not None and source not in states:
+                base = static_args[source]
+                geometry = (geometry[0], geometry[1], out.storage_offset() - base.storage_offset())
+                rules.append(OutputRule("argument", index=source, geometry=geometry))
+            elif source is None and len([j for j in homes.get(home, []) if j not in by_output]) > 1:
+                rules.append(OutputRule("shared", index=home, geometry=geometry))
+            else:
+                rules.append(OutputRule("fresh", geometry=geometry, dense=_dense(out)))
+    return rules
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether `clone` keeps the strides: non-overlapping and without holes."""
+    return tensor.clone().stride() == tensor.stride()
+
+
+def hand_out(rules: Sequence[OutputRule], raw: Sequence[Any], args: Sequence[Any], static: bool) -> list[Any]:
+    """The user's outputs of one launch.
+
+    Args:
+        raw: outputs of the launch.
+        args: the caller's own arguments.
+        static: whether `raw` is memory that the next launch overwrites.
+    """
+    results: list[Any] = []
+    groups: dict[int, torch.Tensor] = {}
+    for rule, out in zip(rules, raw, strict=True):
+        kind = rule.kind
+        if kind == "fresh":
+            results.append(_copy(out, rule) if static else out)
+        elif kind == "region":
+            assert rule.region is not None
+            results.append(rule.region.carry.hand_out(rule.region.next_extent))
+        elif kind == "constant":
+            results.append(rule.value)
+        elif kind == "argument":
+            assert rule.geometry is not None
+            base = args[rule.index]
+            size, stride, offset = rule.geometry
+            same = tuple(base.shape) == size and base.stride() == stride and offset == 0
+            results.append(base.detach() if same else base.as_strided(size, stride, base.storage_offset() + offset))
+        elif not static:
+            results.append(out)
+        else:
+            assert rule.geometry is not None
+            home = out.untyped_storage().data_ptr()
+            if home not in groups:
+                groups[home] = out.as_strided((out.untyped_storage().nbytes() // out.element_size(),), (1,), 0).clone()
+            results.append(groups[home].as_strided(*rule.geometry))
+    return results
+
+
+def _copy(out: torch.Tensor, rule: OutputRule) -> torch.Tensor:
+    if rule.dense:
+        return out.clone()
+    fresh = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
+    fresh.copy_(out)
+    return fresh

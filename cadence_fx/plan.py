@@ -1,0 +1,89 @@
+"""What a class is made of, as the builder of a class hands it to the engine.
+
+A `Plan` says how to run one signature on static arguments, which arguments are fixed by pointer, which are staged, which are
+regions, and how the user's outputs come out of the raw ones. `Miss` is the other answer: this call runs eager, and why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from cadence_fx.storage import Carry
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Miss:
+    """A call that runs eager: a stable reason, and the argument, axis and line in words."""
+
+    reason: str
+    detail: str = ""
+
+
+@dataclasses.dataclass(slots=True)
+class RegionUse:
+    """One region instance in one class.
+
+    Attributes:
+        index: of the state among the arguments.
+        carry: its storage.
+        extent, next_extent: attended extents on entry and on exit, in frames.
+        output: index of the new state among the outputs; None when the code writes the state in place.
+        scratch: contents mean nothing between calls (lifetime "operator" or "unit").
+    """
+
+    index: int
+    carry: Carry
+    extent: int
+    next_extent: int
+    output: int | None
+    scratch: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class Plan:
+    """One class before it is recorded.
+
+    Attributes:
+        runs: ways to run the class, best first: (name, callable). Each is called with the static arguments followed by the
+            destination view of each region that has an output, in order of `regions`; returns the flat outputs. A region's
+            output is written to its destination. The first one that passes the certificate is admitted.
+        reference: the stock computation on the same arguments (without destinations), for the certificate.
+        label: names the class in reports: clocks and extents.
+        fixed: indices of arguments bound by pointer.
+        staged: indices of arguments copied in on each call.
+        mutated: indices of fixed or staged arguments the code writes.
+        regions: the states.
+        predicted_bytes: staging bytes of this class (paper equation 6, first term).
+    """
+
+    runs: list[tuple[str, Callable[..., Sequence[Any]]]]
+    reference: Callable[..., Sequence[Any]]
+    label: str
+    fixed: list[int]
+    staged: list[int]
+    mutated: list[int] = dataclasses.field(default_factory=list)
+    regions: list[RegionUse] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    def predicted_bytes(self, args: Sequence[Any]) -> int:
+        """Bytes of the inputs that are neither aliased nor fixed."""
+        return sum(args[i].numel() * args[i].element_size() for i in self.staged)
+
+
+class Planner(Protocol):
+    """Builds classes for an `ExactShapeReplay` and looks after the states of calls that run eager."""
+
+    def plan(self, args: Sequence[Any]) -> Plan | Miss:
+        """The class that serves this call, or why there is none."""
+
+    def run_eager(self, args: Sequence[Any]) -> Any:
+        """Run the stock computation; states it returns are put back into their carries."""
+
+
+def destinations(plan: Plan) -> list[torch.Tensor]:
+    """The destination views, in the order `Plan.run` takes them."""
+    return [use.carry.view(use.next_extent) for use in plan.regions if use.output is not None]

@@ -1,0 +1,224 @@
+"""Everything that belongs to one `torch.compile` call: contract, catalog, carries, and the tables of all its graphs.
+
+Dynamo compiles one user callable into several graphs (fill phase, saturated phase, sizes 0 and 1, other strides). They share one
+contract, one catalog (the union over graphs must be the whole of it) and one set of carries, so a stream can walk from graph to graph
+without moving a byte of state. Storage, graphs and the state of a stream are three owners: carries live here, classes in the
+tables, and which stream's state a carry holds is the carry's own book-keeping.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from cadence_fx import paths
+from cadence_fx._torch import CompileSite
+from cadence_fx.binding import Binding, Instance, bind, declared_path
+from cadence_fx.catalog import Catalog, CatalogEntry
+from cadence_fx.contract import Contract, Region
+from cadence_fx.errors import ContractError, UnknownArgument, WrongModule, unknown_name
+from cadence_fx.graph import GraphPlanner
+from cadence_fx.ledger import Ledger
+from cadence_fx.paths import Origin
+from cadence_fx.plan import Miss, Plan
+from cadence_fx.recorder import DevicePool
+from cadence_fx.replay import ReplayTable
+from cadence_fx.storage import Carry
+
+_OPTIONS = ("contract",)
+_DEFAULT_CLASSES = 64
+
+CarryKey = tuple[str, paths.Path, tuple[int, ...], torch.dtype, torch.device, bool]
+
+
+class Program:
+    """One `torch.compile(..., backend="cadence")` call.
+
+    Attributes:
+        contract: what was declared, or None: then every exact signature is its own class, up to 64.
+        catalog: every reachable call; empty without a contract.
+        graphs: one (planner, table) per Dynamo graph.
+        carries: storage of the region instances.
+        proofs: (instance, extent, next extent) → "proved" or why the retention could not be proved.
+        watching: calls run eager and their raw outputs are kept, so that warm-up can see which output is which state.
+        sealed: warm-up is over.
+    """
+
+    _all: weakref.WeakSet[Program] = weakref.WeakSet()
+
+    def __init__(self, contract: Contract | None, name: str) -> None:
+        self.contract = contract
+        self.name = name
+        self.catalog = contract.catalog() if contract is not None else Catalog(())
+        self.ledger = Ledger(name)
+        self.lock = threading.RLock()
+        self.graphs: list[tuple[GraphPlanner, ReplayTable]] = []
+        self.carries: dict[CarryKey, Carry] = {}
+        self.proofs: dict[tuple[str, int, int], str] = {}
+        self.watching = False
+        self.sealed = False
+        self.auditor: Callable[[GraphPlanner, ReplayTable, Sequence[Any]], Any] | None = None
+        self.closed = False
+        Program._all.add(self)
+
+    # -- compiling ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def of(cls, site: CompileSite, options: Mapping[str, Any] | None, contract: Contract | None) -> Program:
+        """The program of the `torch.compile` call at `site`, made on its first graph.
+
+        Raises:
+            ContractError: an unknown option, or a contract of another type.
+        """
+        existing = getattr(site.wrapper, "_cadence_program", None)
+        if existing is not None and not existing.closed:
+            return existing  # type: ignore[no-any-return]
+        for key in options or {}:
+            if key not in _OPTIONS:
+                raise ContractError(f"options: {unknown_name('option', key, _OPTIONS)}", field=key)
+        if contract is not None and not isinstance(contract, Contract):
+            raise ContractError(f"expected a Contract, found {contract!r}", field="contract")
+        name = (contract.name if contract is not None else None) or (type(site.module).__name__ if site.module is not None else "function")
+        program = cls(contract, name)
+        if site.wrapper is not None:
+            site.wrapper._cadence_program = program
+        return program
+
+    def compile(self, gm: fx.GraphModule, site: CompileSite) -> Callable[..., Any]:
+        """What Dynamo calls instead of `gm`."""
+        binding = bind(gm, self.contract, site.module_name)
+        self._check_present(binding, site)
+        absent = self._unprimed(site)
+        planner = GraphPlanner(self, gm, binding)
+        if absent:
+            planner.plan = _always(Miss("unprimed", f"{', '.join(absent)} is None: the state does not exist yet"))  # type: ignore[method-assign]
+        roles = (binding.indices("region"), binding.indices("staged"), binding.indices("scalar"), binding.indices("fixed"))
+        names = [i.accessor or i.name for i in binding.inputs]
+        limit = self.contract.max_classes if self.contract is not None else _DEFAULT_CLASSES
+        table = ReplayTable(planner, roles, names, _device(gm), self.ledger, limit, self.lock)
+        table.sealed = self.sealed
+        self.graphs.append((planner, table))
+
+        def call(*args: Any) -> Any:
+            if self.auditor is not None:
+                return self.auditor(planner, table, args)
+            return planner.finish(table(args), args)
+
+        return call
+
+    def _check_present(self, binding: Binding, site: CompileSite) -> None:
+        """Attributes a contract names must exist in the module it is given for."""
+        if self.contract is None or site.module is None:
+            return
+        by_attribute = [r for r in self.contract.regions if r.attribute is not None]
+        missing = [r for r in by_attribute if not paths.expand(site.module, declared_path(r))]
+        if missing and len(missing) == len(self.contract.regions):
+            raise WrongModule(self.contract.name or repr(self.contract), ", ".join(r.attribute or "" for r in missing), type(site.module).__name__)
+        if missing:
+            known = [n for n, _ in site.module.named_buffers()] + [k for k, v in vars(site.module).items() if isinstance(v, torch.Tensor)]
+            raise UnknownArgument(missing[0].attribute or "", known, field="attribute", region=missing[0].name)
+        del binding
+
+    def _unprimed(self, site: CompileSite) -> list[str]:
+        """Regions whose place holds None in the call being compiled."""
+        found = []
+        for region in self.contract.regions if self.contract is not None else ():
+            root: Any = site.values if region.argument is not None else site.module
+            if root is None or not region.persistent:
+                continue
+            concrete = paths.expand(root, declared_path(region))
+            if concrete and any(paths.get(root, path) is None for path in concrete):
+                found.append(region.argument or f"self.{region.attribute}")
+            elif not concrete and _cut_short(root, declared_path(region)):
+                found.append(region.argument or f"self.{region.attribute}")
+        return found
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def carry(self, instance: Instance, like: torch.Tensor) -> Carry:
+        """The carry of a region instance for states of this dtype, device and shape, made on first use."""
+        key = self._carry_key(instance, like)
+        carry = self.carries.get(key)
+        if carry is None:
+            carry = Carry(instance.name, like.shape, instance.axis, instance.region.bound, like, self.ledger)
+            self.carries[key] = carry
+        return carry
+
+    def existing_carry(self, instance: Instance, like: torch.Tensor) -> Carry | None:
+        """The carry, if a class has needed it."""
+        return self.carries.get(self._carry_key(instance, like))
+
+    @staticmethod
+    def _carry_key(instance: Instance, like: torch.Tensor) -> CarryKey:
+        rest = tuple(size for axis, size in enumerate(like.shape) if axis != instance.axis)
+        return (*instance.key, rest, like.dtype, like.device, torch.is_inference_mode_enabled())
+
+    def is_scratch(self, origin: Origin) -> bool:
+        """Whether a module attribute is declared to mean nothing between calls."""
+        regions = self.contract.regions if self.contract is not None else ()
+        return any(
+            not r.persistent and r.attribute is not None and paths.matches(declared_path(r), origin.path) for r in regions
+        )
+
+    def scratch_bytes(self, origin: Origin, tensor: torch.Tensor) -> int:
+        """Bytes of a declared workspace; 0 for anything else."""
+        return tensor.numel() * tensor.element_size() if self.is_scratch(origin) else 0
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def label(self, point: CatalogEntry | None, planner: GraphPlanner) -> str:
+        """A class by its clocks and extents."""
+        return str(point) if point is not None else f"graph {[p for p, _ in self.graphs].index(planner)}"
+
+    def seal(self) -> None:
+        """Warm-up is over: counting starts, and every later capture is a late one."""
+        self.sealed = True
+        self.ledger.begin_traffic()
+        for _, table in self.graphs:
+            table.sealed = True
+            for entry in table.classes.values():
+                entry.replays = 0
+
+    def close(self) -> None:
+        """Give up every class and every carry. States still held get private memory first."""
+        with self.lock:
+            for _, table in self.graphs:
+                table.clear()
+            for carry in self.carries.values():
+                carry.evacuate()
+            self.carries.clear()
+            self.graphs.clear()
+            self.closed = True
+
+    @classmethod
+    def close_all(cls) -> None:
+        """`torch._dynamo.reset()`: every program and every device pool."""
+        for program in list(cls._all):
+            program.close()
+        DevicePool.teardown()
+
+
+def _always(miss: Miss) -> Callable[[Sequence[Any]], Plan | Miss]:
+    return lambda args: miss
+
+
+def _cut_short(root: Any, path: paths.Path) -> bool:
+    """Whether a None stands on the way to a state (`cache=None` for `cache[0]['k']`)."""
+    for end in range(1, len(path)):
+        if any(paths.get(root, prefix) is None for prefix in paths.expand(root, path[:end])):
+            return True
+    return False
+
+
+def _device(gm: fx.GraphModule) -> torch.device:
+    """Where the graph runs: its first accelerator input, or the CPU."""
+    devices = [n.meta["example_value"].device for n in gm.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("example_value"), torch.Tensor)]
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+
+
+__all__ = ["Program", "Region"]

@@ -1,0 +1,148 @@
+"""The report of a compiled callable: classes, replays, misses by reason, bytes predicted and measured, latencies."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from cadence_fx._table import aligned
+from cadence_fx.graph import GraphPlanner
+from cadence_fx.program import Program
+from cadence_fx.replay import ExactShapeReplay, ReplayClass, ReplayTable
+from cadence_fx.warmup import program_of
+
+_MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """A snapshot; `str()` is for people, `as_dict()` and `to_json()` for programs. Bytes are bytes, times as named."""
+
+    facts: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures, as plain containers."""
+        return self.facts
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """All figures as JSON."""
+        return json.dumps(self.facts, indent=indent)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.facts[key]
+
+    def __str__(self) -> str:
+        return _text(self.facts)
+
+
+def report(compiled: Any) -> Report:
+    """What happened to a compiled callable so far.
+
+    Args:
+        compiled: what `torch.compile(..., backend="cadence")` returned, or an `ExactShapeReplay`.
+
+    Raises:
+        NotCompiled: anything else.
+    """
+    if isinstance(compiled, ExactShapeReplay):
+        return Report(_counts(compiled.ledger) | {"name": compiled.name, "classes": len(compiled.classes)} | _class_facts(compiled.classes))
+    program = program_of(compiled, "report")
+    classes = [c for _, table in program.graphs for c in table.classes.values()]
+    facts = _counts(program.ledger)
+    facts |= {
+        "name": program.name,
+        "sealed": program.sealed,
+        "graphs": len(program.graphs),
+        "catalog": len(program.catalog),
+        "classes": len(classes),
+        "captured_entries": len(_captured_entries(program)),
+        "retention": {f"{name} {a}->{b}": verdict for (name, a, b), verdict in program.proofs.items()},
+        "carries": {f"{key[0]} {carry.name}" if key[0] != carry.name else carry.name: carry.nbytes for key, carry in program.carries.items()},
+        "bytes": _bytes(program, classes),
+    }
+    return Report(facts | _class_facts(classes))
+
+
+def _counts(ledger: Any) -> dict[str, Any]:
+    return {
+        "replays": ledger.replays,
+        "captures": ledger.captures,
+        "late_captures": ledger.late_captures,
+        "misses": dict(ledger.misses),
+        "refusals": dict(ledger.refusals),
+        "invalidations": dict(ledger.invalidations),
+        "details": {reason: dict(seen) for reason, seen in ledger.details.items()},
+        "adoptions": ledger.adoptions,
+        "evacuations": ledger.evacuations,
+        "capture_seconds": round(ledger.capture_seconds, 3),
+        "latency_us": ledger.quantiles_us(),
+    }
+
+
+def _class_facts(classes: list[ReplayClass]) -> dict[str, Any]:
+    return {
+        "class_table": [
+            {
+                "class": c.plan.label,
+                "replays": c.replays,
+                "capture_seconds": round(c.capture_seconds, 3),
+                "staging_bytes": c.staging_bytes,
+                "pool_bytes": c.recording.nbytes,
+                "notes": list(c.plan.notes),
+            }
+            for c in classes
+        ]
+    }
+
+
+def _captured_entries(program: Program) -> set[str]:
+    return {c.plan.label for _, table in program.graphs for c in table.classes.values()}
+
+
+def _bytes(program: Program, classes: list[ReplayClass]) -> dict[str, int]:
+    """The paper's equation (6): staged inputs of every class, plus each region's storage once."""
+    workspaces = {}
+    for planner, table in program.graphs:
+        for name, size in _workspaces(program, planner, table):
+            workspaces[name] = size
+    return {
+        "predicted_staging": sum(c.staging_bytes for c in classes),
+        "measured_staging": sum(b.untyped_storage().nbytes() for c in classes for b in c.buffers),
+        "predicted_carries": sum(c.nbytes for c in program.carries.values()),
+        "measured_carries": sum(c.flat.untyped_storage().nbytes() for c in program.carries.values()),
+        "workspaces": sum(workspaces.values()),
+        "pool": sum(c.recording.nbytes for c in classes),
+    }
+
+
+def _workspaces(program: Program, planner: GraphPlanner, table: ReplayTable) -> list[tuple[str, int]]:
+    del table
+    found = []
+    for entry in planner.binding.inputs:
+        if entry.role == "fixed" and program.is_scratch(entry.origin):
+            size = 1
+            for extent in entry.sizes:
+                size *= int(extent)
+            found.append((entry.accessor, size * planner.itemsize(entry.index)))
+    return found
+
+
+def _text(facts: dict[str, Any]) -> str:
+    lines = [f"{facts['name']}: {facts['classes']} classes" + (f" of a catalog of {facts['catalog']}" if facts.get("catalog") else "") + (", sealed" if facts.get("sealed") else "")]
+    lines.append(f"  replays {facts['replays']}, captures {facts['captures']} ({facts['late_captures']} after the seal) in {facts['capture_seconds']:.1f} s")
+    for what in ("misses", "refusals", "invalidations"):
+        for reason, count in sorted(facts[what].items()):
+            lines.append(f"  {what[:-1] if what != 'misses' else 'miss'} {reason}: {count}")
+            lines += [f"      {detail}" for detail in list(facts["details"].get(reason, {}))[:3] if detail]
+    lines.append(f"  states adopted {facts['adoptions']}, evacuated {facts['evacuations']}")
+    if facts.get("bytes"):
+        lines.append("  bytes (MiB): " + ", ".join(f"{k.replace('_', ' ')} {v / _MIB:.2f}" for k, v in facts["bytes"].items()))
+    if facts["latency_us"]:
+        lines.append("  host time of a call (us): " + ", ".join(f"{k} {v:.1f}" for k, v in facts["latency_us"].items()))
+    rows = [("class", "replays", "capture s", "staging B", "pool MiB")]
+    rows += [(c["class"], str(c["replays"]), f"{c['capture_seconds']:.2f}", str(c["staging_bytes"]), f"{c['pool_bytes'] / _MIB:.1f}") for c in facts["class_table"]]
+    lines += aligned(rows, indent="  ")
+    if facts.get("retention"):
+        lines.append("  retention: " + "; ".join(f"{k}: {v}" for k, v in facts["retention"].items()))
+    return "\n".join(lines)

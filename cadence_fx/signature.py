@@ -1,0 +1,74 @@
+"""Call keys: everything that decides which kernels run, as one flat tuple of plain values (paper section 3.3, clause i).
+
+A key never reads tensor data. Two calls with equal keys run the same kernels on tensors of the same geometry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cadence_fx._torch import ambient_state
+
+# Vectorised kernels look at most at this alignment, in bytes; the allocator gives every fresh tensor at least as much.
+ALIGNMENT = 16
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+class Unkeyable(Exception):
+    """An argument that the engine refuses to key on. The message names it."""
+
+
+def tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Shape, stride, dtype, device and alignment class of a tensor whose memory is not fixed."""
+    return (
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.data_ptr() % ALIGNMENT,
+    )
+
+
+def region_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Shape, dtype and device of a state: its memory will be the carry's, so its own layout does not matter."""
+    return (tensor.shape, tensor.dtype, tensor.device)
+
+
+def scalar_key(value: Any) -> tuple[Any, ...]:
+    """A scalar argument by type and value (1, 1.0 and True differ; so do 0.0 and -0.0).
+
+    Raises:
+        Unkeyable: not a plain scalar.
+    """
+    if not isinstance(value, _SCALARS):
+        raise Unkeyable(f"an argument of type {type(value).__name__}")
+    return (type(value), repr(value) if isinstance(value, (float, complex)) else value)
+
+
+def call_key(args: Sequence[Any], regions: Sequence[int], staged: Sequence[int], scalars: Sequence[int], device_type: str) -> tuple[Any, ...]:
+    """The flat key of one call.
+
+    Args:
+        args: flat arguments.
+        regions, staged, scalars: indices of state tensors, other tensors that are copied in, and scalars.
+        device_type: of the device the call runs on.
+
+    Raises:
+        Unkeyable: a scalar argument is not a plain value.
+    """
+    key: list[Any] = [ambient_state(device_type)]
+    for i in regions:
+        key.append(region_key(args[i]))
+    for i in staged:
+        key.append(tensor_key(args[i]))
+    for i in scalars:
+        key.append(scalar_key(args[i]))
+    return tuple(key)
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """`float32[1, 8, 402, 128] on cuda:0` for messages."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
