@@ -139,7 +139,7 @@ class Region:
             object.__setattr__(self, "start", self.bound if unmoving else 0)
         check_count(self.start, "start", least=0, region=self.name)
         if self.start > self.bound:
-            problem = f"starts at {self.start}, above the bound {self.bound} of its retention ({self.retention.describe()})"
+            problem = f"starts at {self.start}, above the bound {self.bound} ({self.retention.describe()})"
             raise ContractError(problem, field="start", region=self.name)
         if unmoving and self.start != self.bound:
             problem = f"starts at {self.start}, but its extent is always {self.bound} ({self.retention.describe()})"

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from cadence_fx.catalog import Catalog, CatalogEntry
 from cadence_fx.clock import Clock
-from cadence_fx.contract import Contract, Region
+from cadence_fx.contract import Contract, Lifetime, Region
 from cadence_fx.errors import CatalogTooWide, ContractError
-from cadence_fx.retention import KeepLast, Pinned, PromptPlusLast, Ring
+from cadence_fx.retention import KeepLast, Pinned, PromptPlusLast, Retention, Ring
 
 Point = tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]
 
@@ -57,7 +57,7 @@ class PlayedStream:
             raw = [*self.states[region.name], *[1] * int(call[clock] * region.growth)]
             if isinstance(region.retention, KeepLast):
                 raw = raw[-region.retention.n :]
-            elif len(raw) > region.retention.prompt + region.retention.last:
+            elif isinstance(region.retention, PromptPlusLast) and len(raw) > region.retention.bound:
                 raw = raw[: region.retention.prompt] + raw[len(raw) - region.retention.last :]
             self.states[region.name] = raw
 
@@ -101,6 +101,15 @@ def points_of(catalog: Catalog) -> set[Point]:
     return {(tuple(sorted(entry.advance)), tuple(sorted(entry.extents))) for entry in catalog}
 
 
+POLICIES: st.SearchStrategy[Retention] = st.one_of(
+    st.builds(KeepLast, st.integers(1, 9)),
+    st.builds(PromptPlusLast, st.integers(1, 4), st.integers(0, 5)),
+    st.builds(Pinned, st.integers(1, 6)),
+    st.builds(Ring, st.integers(1, 6)),
+)
+LIFETIMES: st.SearchStrategy[Lifetime] = st.sampled_from(("turn", "turn", "session", "process", "unit"))
+
+
 @st.composite
 def contracts(draw: st.DrawFn) -> Contract:
     """Up to two base clocks, a derived one, and up to three regions of any lifetime and policy."""
@@ -113,29 +122,18 @@ def contracts(draw: st.DrawFn) -> Contract:
     regions = []
     names = [clock.name for clock in clocks]
     for number, clock in enumerate([*names, draw(st.sampled_from(names[:-1]))]):
-        if clock == "p":
-            axes, pair, policies = 0, "p", st.just(Pinned(3))
-        else:
-            axes, pair = draw(st.sampled_from([(1, clock), ((0, 1), ("p", clock))]))
-            policies = st.one_of(
-                st.builds(KeepLast, st.integers(1, 9)),
-                st.builds(PromptPlusLast, st.integers(1, 4), st.integers(0, 5)),
-                st.builds(Pinned, small),
-                st.builds(Ring, small),
-            )
-        policy = draw(policies)
-        lifetime = draw(st.sampled_from(["turn", "turn", "session", "process", "unit"]))
-        start = None if isinstance(policy, (Pinned, Ring)) else draw(st.integers(0, policy.bound))
+        product = clock != "p" and draw(st.booleans())
+        policy = Pinned(3) if clock == "p" else draw(POLICIES)
         regions.append(
             Region(
                 f"r{number}",
                 argument=f"s[{number}]",
-                axis=axes,
-                clock=pair,
-                start=start,
+                axis=(0, 1) if product else 1,
+                clock=("p", clock) if product else clock,
+                start=policy.bound if policy.fixed else draw(st.integers(0, policy.bound)),
                 growth=draw(st.integers(1, 2)),
                 retention=policy,
-                lifetime=lifetime,
+                lifetime=draw(LIFETIMES),
             )
         )
     return Contract(clocks, regions, max_classes=100_000)
@@ -164,7 +162,7 @@ def test_entries_lead_to_each_other(contract: Contract) -> None:
             assert entry.next_extents in states
 
 
-def decoder(flush: range = range(0), lifetime: str = "turn", stride: int = 50) -> Contract:
+def decoder(flush: range = range(0), lifetime: Lifetime = "turn", stride: int = 50) -> Contract:
     """The paper's speech decoder: prompt 302, retained 100."""
     cache = Region(
         "cache",
@@ -173,7 +171,7 @@ def decoder(flush: range = range(0), lifetime: str = "turn", stride: int = 50) -
         clock="frames",
         start=302,
         retention=PromptPlusLast(302, 100),
-        lifetime=lifetime,  # type: ignore[arg-type]
+        lifetime=lifetime,
     )
     return Contract([Clock("frames", stride, flush=flush)], [cache])
 
@@ -207,7 +205,7 @@ def test_a_flush_moves_a_session_region_off_the_stride() -> None:
 
 @pytest.mark.parametrize(("turn", "session"), [(1, 5), (2, 7), (4, 4), (7, 2), (5, 1), (1, 1)])
 def test_turn_and_session_regions_together(turn: int, session: int) -> None:
-    def grows(name: str, extents: int, lifetime: str) -> Region:
+    def grows(name: str, extents: int, lifetime: Lifetime) -> Region:
         return Region(
             name,
             argument=name,
@@ -215,7 +213,7 @@ def test_turn_and_session_regions_together(turn: int, session: int) -> None:
             clock="f",
             start=1,
             retention=KeepLast(extents),
-            lifetime=lifetime,  # type: ignore[arg-type]
+            lifetime=lifetime,
         )
 
     contract = Contract([Clock("f", 1)], [grows("t", turn, "turn"), grows("s", session, "session")])

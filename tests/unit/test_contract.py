@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
@@ -16,13 +18,16 @@ from cadence_fx.retention import KeepLast, Pinned, PromptPlusLast, Ring
 FRAMES = Clock("frames", 50)
 
 
-def region(name: str = "cache", **changes) -> Region:
+UNTYPED: Any = Contract  # for arguments that a type checker would refuse first
+
+
+def region(name: str = "cache", **changes: Any) -> Region:
     """A plain region on the clock "frames", with ``changes``."""
-    fields = {"argument": name, "axis": 1, "clock": "frames", "retention": KeepLast(8)} | changes
+    fields: dict[str, Any] = {"argument": name, "axis": 1, "clock": "frames", "retention": KeepLast(8)} | changes
     return Region(name, **fields)
 
 
-def decoder(**clock) -> Contract:
+def decoder(**clock: Any) -> Contract:
     """The paper's speech decoder: prompt 302, retained 100, chunk 50, ten solver steps."""
     return Contract(
         [Clock("frames", 50, **clock), Clock("step", period=10)],
@@ -122,14 +127,14 @@ def test_the_frame_axis_is_known_in_a_contract() -> None:
         ({"placement": ""}, "placement"),
     ],
 )
-def test_a_wrong_region_names_region_and_field(changes: dict, field: str) -> None:
+def test_a_wrong_region_names_region_and_field(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(ContractError) as caught:
         region(**changes)
     assert (caught.value.region, caught.value.field) == ("cache", field)
 
 
 @pytest.mark.parametrize("name", ["", " cache", "two\nlines", 3, None])
-def test_a_region_needs_a_printable_name(name) -> None:
+def test_a_region_needs_a_printable_name(name: Any) -> None:
     with pytest.raises(ContractError) as caught:
         Region(name, argument="cache", axis=0, clock="frames", retention=Ring(1))
     assert caught.value.field == "name"
@@ -158,9 +163,10 @@ def test_the_size_of_an_input() -> None:
         ({"offset": 1.5}, "offset"),
     ],
 )
-def test_a_wrong_input_names_its_field(changes: dict, field: str) -> None:
+def test_a_wrong_input_names_its_field(changes: dict[str, Any], field: str) -> None:
+    fields: dict[str, Any] = {"argument": "mel", "axis": 1, "clock": "frames"} | changes
     with pytest.raises(ContractError) as caught:
-        Input(**({"argument": "mel", "axis": 1, "clock": "frames"} | changes))
+        Input(**fields)
     assert caught.value.field == field
 
 
@@ -168,7 +174,7 @@ def test_a_wrong_input_names_its_field(changes: dict, field: str) -> None:
 
 
 def test_contracts_are_values_and_take_any_iterable() -> None:
-    contract = Contract(iter([FRAMES]), (r for r in [region()]), inputs=[Input("x", axis=1, clock="frames")])
+    contract: Contract = UNTYPED(iter([FRAMES]), (r for r in [region()]), inputs=[Input("x", axis=1, clock="frames")])
     assert contract == Contract((FRAMES,), (region(),), inputs=(Input("x", axis=1, clock="frames"),))
     assert hash(contract) == hash(Contract(contract.clocks, contract.regions, inputs=contract.inputs))
     assert contract != Contract([FRAMES], [region()])
@@ -213,7 +219,7 @@ def test_periodic_clocks_have_a_stride_and_no_advance() -> None:
 
 
 @pytest.mark.parametrize("clock", [{"flush": range(2, 57, 2)}, {"lookahead": 6}])
-def test_the_paper_decoder_has_an_envelope_of_458(clock: dict) -> None:
+def test_the_paper_decoder_has_an_envelope_of_458(clock: dict[str, Any]) -> None:
     contract = decoder(**clock)
     assert contract.envelope("cache") == contract.envelope(contract.region("cache")) == 458
     assert contract.region("cache").bound == 402
@@ -225,21 +231,17 @@ def test_envelopes_of_regions_that_never_pass_their_bound() -> None:
     assert [contract.envelope(name) for name in ("ring", "table", "conv")] == [6, 8, 56]
 
 
-def build_unknown_clock() -> Contract:
-    return Contract([FRAMES], [region(clock="frame")])
-
-
 @pytest.mark.parametrize(
     ("build", "field", "words"),
     [
         (lambda: Contract([]), "clocks", "at least one clock"),
-        (lambda: Contract(FRAMES), "clocks", "in a list"),
-        (lambda: Contract("frames"), "clocks", "in a list"),
-        (lambda: Contract({"frames": FRAMES}), "clocks", "in a list"),
-        (lambda: Contract([FRAMES, "step"]), "clocks", "'step'"),
-        (lambda: Contract([FRAMES], [FRAMES]), "regions", "Region objects"),
-        (lambda: Contract([FRAMES], region()), "regions", "in a list"),
-        (lambda: Contract([FRAMES], [region()], inputs=[region("x")]), "inputs", "Input objects"),
+        (lambda: UNTYPED(FRAMES), "clocks", "in a list"),
+        (lambda: UNTYPED("frames"), "clocks", "in a list"),
+        (lambda: UNTYPED({"frames": FRAMES}), "clocks", "in a list"),
+        (lambda: UNTYPED([FRAMES, "step"]), "clocks", "'step'"),
+        (lambda: UNTYPED([FRAMES], [FRAMES]), "regions", "Region objects"),
+        (lambda: UNTYPED([FRAMES], region()), "regions", "in a list"),
+        (lambda: UNTYPED([FRAMES], [region()], inputs=[region("x")]), "inputs", "Input objects"),
         (lambda: Contract([FRAMES, FRAMES], [region()]), "clocks", "same name"),
         (lambda: Contract([FRAMES], [region(), region()]), "regions", "same name"),
         (
@@ -248,7 +250,7 @@ def build_unknown_clock() -> Contract:
             "same place",
         ),
         (lambda: Contract([FRAMES], [region("a", result=1), region("b", result="1")]), "regions", "same result"),
-        (build_unknown_clock, "clock", "did you mean 'frames'?"),
+        (lambda: Contract([FRAMES], [region(clock="frame")]), "clock", "did you mean 'frames'?"),
         (lambda: Contract([FRAMES, Clock("m", of="frame")], [region()]), "clocks.m.of", "did you mean 'frames'?"),
         (
             lambda: Contract([FRAMES, Clock("m", of="n"), Clock("n", of="frames")], [region()]),
@@ -299,10 +301,10 @@ def build_unknown_clock() -> Contract:
         (lambda: Contract([FRAMES], [region()], max_classes=0), "max_classes", "at least 1"),
         (lambda: Contract([FRAMES], [region()], max_classes=True), "max_classes", "whole number"),
         (lambda: Contract([FRAMES], [region()], name=""), "name", "printable"),
-        (lambda: Contract([FRAMES], [region()], name=3), "name", "printable"),
+        (lambda: UNTYPED([FRAMES], [region()], name=3), "name", "printable"),
     ],
 )
-def test_a_wrong_contract_names_its_field(build, field: str, words: str) -> None:
+def test_a_wrong_contract_names_its_field(build: Callable[[], Contract], field: str, words: str) -> None:
     with pytest.raises(ContractError) as caught:
         build()
     assert caught.value.field == field

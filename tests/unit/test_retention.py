@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import sympy
@@ -10,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadence_fx.errors import ContractError
-from cadence_fx.retention import KeepLast, Pinned, PromptPlusLast, Retention, Ring, Span
+from cadence_fx.retention import KeepLast, Order, Pinned, PromptPlusLast, Retention, Ring, Span
 
-ORDERS = st.sampled_from(["append", "prepend"])
+ORDERS: st.SearchStrategy[Order] = st.sampled_from(("append", "prepend"))
 
 
 def frames_after(policy: KeepLast | PromptPlusLast, old: int, new: int) -> list[tuple[str, int]]:
@@ -35,7 +37,7 @@ POLICIES = st.one_of(
     st.builds(KeepLast, st.integers(1, 12), ORDERS),
     st.tuples(st.integers(0, 8), st.integers(0, 8), ORDERS)
     .filter(lambda drawn: drawn[0] + drawn[1] > 0)
-    .map(lambda drawn: PromptPlusLast(*drawn)),
+    .map(lambda drawn: PromptPlusLast(drawn[0], drawn[1], drawn[2])),
 )
 
 
@@ -98,23 +100,27 @@ def test_descriptions_read_as_words() -> None:
     assert str(Span("old", 1, 3)) == "old[1:3]"
 
 
+KEEP: Any = KeepLast  # for arguments that a type checker would refuse first
+PROMPT: Any = PromptPlusLast
+
+
 @pytest.mark.parametrize(
     ("build", "field"),
     [
-        (lambda: KeepLast(0), "retention.n"),
-        (lambda: KeepLast(-2), "retention.n"),
-        (lambda: KeepLast(True), "retention.n"),
-        (lambda: KeepLast(2.0), "retention.n"),
-        (lambda: KeepLast(2, "sideways"), "retention.order"),
-        (lambda: PromptPlusLast(0, 0), "retention.last"),
-        (lambda: PromptPlusLast(-1, 2), "retention.prompt"),
-        (lambda: PromptPlusLast(1, "2"), "retention.last"),
-        (lambda: PromptPlusLast(1, 2, "newest"), "retention.order"),
+        (lambda: KEEP(0), "retention.n"),
+        (lambda: KEEP(-2), "retention.n"),
+        (lambda: KEEP(True), "retention.n"),
+        (lambda: KEEP(2.0), "retention.n"),
+        (lambda: KEEP(2, "sideways"), "retention.order"),
+        (lambda: PROMPT(0, 0), "retention.last"),
+        (lambda: PROMPT(-1, 2), "retention.prompt"),
+        (lambda: PROMPT(1, "2"), "retention.last"),
+        (lambda: PROMPT(1, 2, "newest"), "retention.order"),
         (lambda: Pinned(0), "retention.n"),
-        (lambda: Ring(None), "retention.n"),
+        (lambda: Ring(0), "retention.n"),
     ],
 )
-def test_a_wrong_policy_names_its_field(build, field: str) -> None:
+def test_a_wrong_policy_names_its_field(build: Callable[[], object], field: str) -> None:
     with pytest.raises(ContractError) as caught:
         build()
     assert caught.value.field == field

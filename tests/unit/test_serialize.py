@@ -6,6 +6,7 @@ import json
 import tomllib
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -109,13 +110,16 @@ def contracts(draw: st.DrawFn) -> Contract:
         lookahead=draw(st.integers(0, 5)),
         flush=[ticks * 12 for ticks in draw(st.lists(st.integers(1, 50), max_size=3))],
     )
-    ratios = st.sampled_from([1, 2, Fraction(1, 2), Fraction(3, 4), Fraction(5, 12)])  # whole for multiples of 12
+    # Every advance is a multiple of 12, so that these ratios give whole numbers.
+    ratios: st.SearchStrategy[int | Fraction] = st.sampled_from([1, 2, Fraction(1, 2), Fraction(3, 4), Fraction(5, 12)])
     clocks = [base, Clock("mel", of="frames", rate=draw(ratios)), Clock("p", period=4)]
     names = draw(st.lists(TEXTS.filter(lambda text: text.isprintable()), unique=True, max_size=3))
+    places = [f"s[{number}][{draw(KEYS)!r}]" for number in range(len(names))]
     regions = [
         Region(
             name,
-            **{draw(st.sampled_from(["argument", "attribute"])): f"s[{number}][{draw(KEYS)!r}]"},
+            argument=places[number] if number % 2 else None,
+            attribute=None if number % 2 else places[number],
             result=draw(st.sampled_from([None, number, f"out.*.k[{number}]"])),
             axis=draw(st.sampled_from([(0, 1), (-1, -2), (2, 0)])),
             clock=("p", "frames"),
@@ -213,10 +217,10 @@ JUNK = st.recursive(
 
 
 @st.composite
-def damaged(draw: st.DrawFn) -> dict:
+def damaged(draw: st.DrawFn) -> dict[str, Any]:
     """The decoder's record with one value, at any depth, replaced by something else."""
-    record = json.loads(dumps(DECODER, "json"))
-    inside = record
+    record: dict[str, Any] = json.loads(dumps(DECODER, "json"))
+    inside: Any = record
     while True:
         keys = list(inside) if isinstance(inside, dict) else list(range(len(inside)))
         key = draw(st.sampled_from(keys))
@@ -227,7 +231,7 @@ def damaged(draw: st.DrawFn) -> dict:
 
 
 @given(damaged())
-def test_damaged_records_never_raise_anything_else(record: dict) -> None:
+def test_damaged_records_never_raise_anything_else(record: dict[str, Any]) -> None:
     try:
         contract = from_dict(record)
     except ContractFileError as error:
