@@ -79,8 +79,8 @@ def test_a_clock_no_size_depends_on() -> None:
         Contract((FRAMES, Clock("idle", 2)), (kept("cache", 1, 2, KeepLast(8)),))
 
 
-@pytest.mark.parametrize("options", [{}, {"contract": {"clocks": []}}, {"contrat": BY_NAME["AppendLast"].contract}])
-def test_options_without_a_contract(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"contract": {"clocks": []}}, {"contrat": BY_NAME["AppendLast"].contract}])
+def test_options_that_are_no_contract(options: dict[str, Any]) -> None:
     with pytest.raises(ContractError, match="contract"):
         cadence_fx.warm_up(torch.compile(AppendLast(), backend=BACKEND, options=options), *append_args())
 
@@ -127,6 +127,18 @@ def test_a_size_no_clock_explains() -> None:
     error = refused(f, BY_NAME["AppendLast"].contract, *append_args(), mask)
     assert isinstance(error, UnexplainedSize)
     assert error.accessor == "mask" and error.axis == 0
+
+
+def test_a_state_that_was_not_declared() -> None:
+    """The values grow with the keys, but only the keys are declared: the code fails at the second declared extent."""
+
+    def f(x: Tensor, cache: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        k, v = torch.cat([cache, x], 1), torch.cat([values, x.tanh()], 1)
+        return F.scaled_dot_product_attention(x, k, v), k[:, -9:], v[:, -9:]
+
+    error = refused(f, BY_NAME["AppendLast"].contract, *append_args(), torch.randn(B, 2, C))
+    assert isinstance(error, ContractError)
+    assert "values" in str(error)
 
 
 def test_a_start_state_of_another_extent() -> None:
