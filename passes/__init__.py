@@ -1,6 +1,7 @@
 """Rewrites of static aten graphs. The only part of the backend that may name operators."""
 
 from cadence_fx.passes.base import Pass, PassContext, PassResult, RegionSlot
+from cadence_fx.passes.fold_host_constants import FoldHostConstants
 from cadence_fx.passes.pipeline import default_passes, register_pass, run_passes
 from cadence_fx.passes.provenance import (
     Contradicted,
@@ -11,9 +12,11 @@ from cadence_fx.passes.provenance import (
     prove_retentions,
 )
 from cadence_fx.passes.reinplace_retention import ReinplaceRetention
+from cadence_fx.passes.verify_capturable import VerifyCapturable
 
 __all__ = [
     "Contradicted",
+    "FoldHostConstants",
     "Pass",
     "PassContext",
     "PassResult",
@@ -22,6 +25,7 @@ __all__ = [
     "ReinplaceRetention",
     "Unproved",
     "Verdict",
+    "VerifyCapturable",
     "default_passes",
     "prove_retention",
     "prove_retentions",

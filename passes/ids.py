@@ -196,7 +196,11 @@ class IdRun:
         choices = index_arguments(node)
 
         def known(arg: fx.Node) -> torch.Tensor | None:
-            return self._constants.tensor(arg) if arg in choices else self._values[arg]
+            if arg not in choices:
+                value: torch.Tensor = self._values[arg]
+                return value
+            constant = self._constants.tensor(arg)
+            return None if constant is None else constant.cpu()  # numbers are on the host wherever the graph runs
 
         if target in _TAKE_A_NUMBER:
             return target(**fx.map_arg({**bound_args(node), "value": FILL}, known))

@@ -20,9 +20,11 @@ __all__ = [
     "FACTORIES",
     "FILLS",
     "IDENTITIES",
+    "INDEXED",
     "MOVES",
     "SELECTS",
     "SHAPED_LIKE",
+    "TRANSFERS",
     "converts_nothing",
     "index_arguments",
     "is_movement",
@@ -47,6 +49,19 @@ IDENTITIES: frozenset[Any] = frozenset(
         aten._to_copy.default,
     }
 )
+
+# Operators that may take bytes from one device to another, and those that index, which do it for their indices.
+TRANSFERS: frozenset[Any] = frozenset(
+    {
+        aten._to_copy.default,
+        aten.copy_.default,
+        aten.to.device,
+        aten.to.dtype,
+        aten.to.dtype_layout,
+        aten.to.other,
+    }
+)
+INDEXED: frozenset[Any] = frozenset({aten.index.Tensor, aten.index_put.default, aten.index_put_.default})
 
 # Values in which every element is the same constant, or memory not yet written.
 FACTORIES: frozenset[Any] = frozenset(

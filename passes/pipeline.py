@@ -13,7 +13,9 @@ import torch.fx as fx
 
 from cadence_fx.errors import CadenceError, PassFailed
 from cadence_fx.passes.base import Pass, PassContext
+from cadence_fx.passes.fold_host_constants import FoldHostConstants
 from cadence_fx.passes.reinplace_retention import ReinplaceRetention
+from cadence_fx.passes.verify_capturable import VerifyCapturable
 
 __all__ = ["default_passes", "register_pass", "run_passes"]
 
@@ -38,7 +40,9 @@ def default_passes() -> list[Pass]:
     """The passes of every class, in the order in which they run."""
     return [
         *_registered,  # additions see the graph as it was traced, before any write on a carry exists
+        FoldHostConstants(),  # before the states are followed: what it leaves behind is constant and on the device
         ReinplaceRetention(),  # after whatever changes how a state is computed; its writes must stay at the end
+        VerifyCapturable(),  # last: it judges the graph that will be recorded
     ]
 
 
