@@ -21,6 +21,7 @@ __all__ = [
     "Piece",
     "Source",
     "Stale",
+    "aligned",
     "crop",
     "drop_dim",
     "expand",
@@ -191,6 +192,24 @@ def merge(pieces: Sequence[Piece]) -> list[Piece]:
                 out[-1] = joined
         merged = out
     return sorted(merged, key=lambda p: p.start)
+
+
+def aligned(piece: Piece) -> Piece:
+    """The same piece, with dimensions of size one followed rather than fixed where that makes the source a plain box.
+
+    Squeezing and unsqueezing leave such dimensions behind.
+    """
+
+    def align(source: Source) -> Source:
+        index = tuple(
+            (e, s) if d is None and e < len(piece.size) and piece.size[e] == 1 else (d, s)
+            for e, (d, s) in enumerate(source.index)
+        )
+        plain = len(index) == len(piece.size) and all(d == e for e, (d, _) in enumerate(index))
+        return Source(source.node, index) if plain else source
+
+    source = align(piece.source) if isinstance(piece.source, Source) else piece.source
+    return replace(piece, source=source, instead=align(piece.instead) if piece.instead else None)
 
 
 def _join(left: Piece, right: Piece, dim: int) -> Piece | None:

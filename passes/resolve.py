@@ -21,6 +21,7 @@ from cadence_fx.passes.pieces import (
     Piece,
     Source,
     Stale,
+    aligned,
     crop,
     drop_dim,
     expand,
@@ -59,7 +60,7 @@ class Resolver:
 
     def at_end(self, node: fx.Node) -> list[Piece]:
         """Pieces of ``node`` as it is at the end. Raises ``Unresolvable``, never for a node that is returned."""
-        return self._at(node, self._end)
+        return [aligned(piece) for piece in self._at(node, self._end)]
 
     def _at(self, node: fx.Node, time: int) -> list[Piece]:
         """Pieces of what ``node`` held just before position ``time``."""

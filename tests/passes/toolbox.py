@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from math import prod
 
@@ -49,6 +50,13 @@ def slot(
 
 def context(gm: fx.GraphModule, *slots: RegionSlot) -> PassContext:
     return PassContext(regions=slots)
+
+
+def listing(gm: fx.GraphModule) -> str:
+    """The graph's code, without what differs between releases of PyTorch and what only frees memory."""
+    lines = [re.sub(r";.*", "", line) for line in gm.code.strip().splitlines()]
+    lines[0] = re.sub(r"\) -> .*:", "):", lines[0])
+    return "\n".join(lines).replace("torch.ops.aten.", "aten.")
 
 
 def flat_outputs(result: object) -> list[Tensor]:
