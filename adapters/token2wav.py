@@ -281,6 +281,7 @@ class Token2WavStream:
         }
         return compiled(self.plain_flow, self.geometry.flow_contract()), conformer
 
+    @torch.inference_mode()
     def prime(self) -> None:
         """Runs the prompt through the decoder, eagerly, and starts the first turn (counted under "priming")."""
         tokens, _, speaker, mel, _ = self.token2wav.cache
@@ -289,6 +290,7 @@ class Token2WavStream:
         self._primed = {name: primed[name].to(self.snapshot) for name in self.STATE}
         self.reset()
 
+    @torch.inference_mode()
     def reset(self) -> None:
         """Starts a turn from the primed state, with nothing for the vocoder to join on to."""
         mel = self.token2wav.cache[3]
@@ -303,19 +305,22 @@ class Token2WavStream:
         """One call of the vendor's `stream`: float32 samples (1, n), or 16-bit PCM bytes without `return_waveform`."""
         return self.token2wav.stream(tokens, None, last_chunk=last_chunk, return_waveform=return_waveform)
 
-    def examples(self) -> list[tuple[Callable[..., Any], tuple[Tensor, ...]]]:
-        """(step, arguments of one normal call) for every compiled step that calls reach: what a warm-up needs."""
-        state, geometry = self._primed, self.geometry
-        mel = self.token2wav.cache[3]
-        cnn, token, att, *solver = (state[name].to(mel.device) for name in self.STATE)
-        found: list[tuple[Callable[..., Any], tuple[Tensor, ...]]] = []
+    @torch.inference_mode()
+    def warm_up(self, verb: Callable[..., Any]) -> list[Any]:
+        """`verb(step, *arguments)` for each compiled step, in the mode that calls run in; returns what each returned.
+
+        The arguments are those of a turn's first call, as `cadence_fx.warm_up` asks for. `prime` comes first.
+        """
+        geometry, mel = self.geometry, self.token2wav.cache[3]
+        cnn, tokens, frames, *solver = (self._primed[name].to(mel.device, copy=True) for name in self.STATE)
+        results = []
         for last in (False, True) if geometry.flush else (False,):
             presented = geometry.hop + (0 if last else geometry.lookahead)
-            tokens = torch.zeros(1, presented, dtype=torch.int32, device=mel.device)
-            found.append((self.conformer[last], (tokens, cnn, token, att)))
-        mu = mel.new_zeros(1, mel.shape[2], geometry.hop * geometry.rate)
-        found.append((self.flow, (mu, self._speaker(self.token2wav.cache[2]), mu.clone(), *solver)))
-        return found
+            token = torch.zeros(1, presented, dtype=torch.int32, device=mel.device)
+            results.append(verb(self.conformer[last], token, cnn, tokens, frames))
+        mu = torch.zeros(1, mel.shape[2], geometry.hop * geometry.rate, device=mel.device)
+        results.append(verb(self.flow, mu, self._speaker(self.token2wav.cache[2]), mu.clone(), *solver))
+        return results
 
     def unbind(self) -> None:
         """Gives the vendor's object its own methods and workspaces back; its stream must be started again."""
@@ -354,7 +359,12 @@ class Token2WavStream:
         if not self.geometry.declares(token.shape[1], last_chunk):
             self.eager_calls["undeclared size"] += 1
             flow, conformer = self.plain_flow, self.plain_conformer[last_chunk]
-        cnn, tokens, frames, solver_cnn, solver_att = (cache[name] for name in self.STATE)
+        # Dynamo tells inference tensors from others and would compile again for the first call of a turn.
+        token, spk, *states = (
+            given if given.is_inference() else given.clone()
+            for given in (token, spk, *map(cache.__getitem__, self.STATE))
+        )
+        cnn, tokens, frames, solver_cnn, solver_att = states
         mu, cnn, tokens, frames = conformer(token, cnn, tokens, frames)
         mel, solver_cnn, solver_att = flow(mu, self._speaker(spk), torch.zeros_like(mu), solver_cnn, solver_att)
         return mel, dict(zip(self.STATE, (cnn, tokens, frames, solver_cnn, solver_att), strict=True))

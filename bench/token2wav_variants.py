@@ -1,0 +1,289 @@
+"""The ways of running the Token2Wav decoder that `bench.token2wav` compares, each around its own vendor object.
+
+| name            | state                            | computation                                                    |
+| --------------- | -------------------------------- | -------------------------------------------------------------- |
+| B0              | as shipped                       | eager, the vendor's code untouched                             |
+| S               | sized to the contract            | eager                                                          |
+| R               | as shipped                       | one graph a solver step and an encoder chunk, captured by hand |
+| Rc              | as shipped                       | one graph a chunk of the solver and the encoder, by hand       |
+| SR              | sized to the contract            | as R                                                           |
+| SRc-hand        | sized to the contract            | as Rc, by hand: the kernels as written, no carry               |
+| SRc             | sized to the contract, carried   | `torch.compile(backend="cadence")`                             |
+| reduce-overhead | as shipped                       | `torch.compile(mode="reduce-overhead")` on step and encoder    |
+| cudagraphs      | as shipped                       | `torch.compile(backend="cudagraphs")` on step and encoder      |
+
+The letters are those of the paper's Table 4. "By hand" means `ExactShapeReplay` around a plain callable.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cadence_fx
+from bench import vendor
+from cadence_fx.adapters.token2wav import Token2WavStream
+from cadence_fx.bytesops import digest
+from cadence_fx.ledger import Ledger
+from cadence_fx.replay import ReplayTable
+from cadence_fx.warmup import program_of
+
+
+class MelProbe:
+    """Stands where the vocoder is while the segment before it is timed: keeps the mel frames, returns silence."""
+
+    def __init__(self) -> None:
+        self.mel: list[Tensor] = []
+        self._silence: dict[int, Tensor] = {}
+
+    def __call__(self, mel: Tensor, cache_source: Tensor) -> tuple[Tensor, Tensor]:
+        self.mel.append(mel[:, :, cache_source.shape[2] // 480 :].clone())
+        samples = mel.shape[2] * 480
+        if samples not in self._silence:
+            self._silence[samples] = mel.new_zeros(1, samples)
+        return self._silence[samples], self._silence[samples][:, None]
+
+
+class Subject:
+    """One variant: the vendor's object, its primed state on the host, and what was put in front of its modules."""
+
+    sized = False
+
+    def __init__(self, sizes: vendor.Sizes, device: torch.device) -> None:
+        self.token2wav = vendor.build_token2wav(sizes, device)
+        self.vocoder, self.probe = self.token2wav.hift, MelProbe()
+        self.replays: list[Replay] = []
+        self.stream = self._bind()
+        self._primed: tuple[dict[str, Tensor], ...] = ()
+
+    def _bind(self) -> Token2WavStream | None:
+        return Token2WavStream(self.token2wav) if self.sized else None
+
+    def prime(self) -> None:
+        vendor.start_turn(self.token2wav)
+        caches = self.token2wav.stream_cache, self.token2wav.hift_cache_dict
+        self._primed = tuple({name: value.to("cpu", copy=True) for name, value in cache.items()} for cache in caches)
+        self.token2wav.stream_cache = None
+
+    def install(self) -> None:
+        """Puts graphs or compiled code in front of the vendor's modules; after priming, whose shape occurs once."""
+
+    def reset(self) -> None:
+        """A new turn: the primed caches, copied from the host."""
+        device = self.token2wav.cache[3].device
+        self.token2wav.stream_cache = None
+        self.token2wav.stream_cache, self.token2wav.hift_cache_dict = (
+            {name: value.to(device, copy=True) for name, value in cache.items()} for cache in self._primed
+        )
+
+    def __call__(self, tokens: list[int]) -> Any:
+        return self.token2wav.stream(tokens, None, return_waveform=True)
+
+    def state_digest(self) -> str:
+        """SHA-256 of what the next call reads: of the vendor's caches, the rows and halves that are live."""
+        cache, steps = self.token2wav.stream_cache, self.token2wav.n_timesteps
+        if self.stream is not None:
+            return digest(*(cache[name] for name in Token2WavStream.STATE))
+        packed, blocks = cache["conformer_att_cache"], len(self.token2wav.flow.encoder.encoders)
+        tokens = packed[:blocks, :, :, : packed.shape[3] // 2]
+        solver = (cache[name][:steps] for name in ("estimator_cnn_cache", "estimator_att_cache"))
+        return digest(cache["conformer_cnn_cache"], tokens, packed[blocks:], *solver)
+
+    def misses(self) -> dict[str, int]:
+        """Calls since the seal that did not replay, by reason, and captures that came too late."""
+        found = Counter(self.stream.eager_calls if self.stream is not None and self.replays else {})
+        del found["priming"]
+        for replay in self.replays:
+            found.update(replay.ledger.misses)
+            found["late capture"] += replay.ledger.late_captures
+        return dict(+found)
+
+    def seal(self) -> None:
+        """From now on every capture and every miss counts."""
+        for replay in self.replays:
+            replay.ledger.misses.clear()
+            for table in replay.tables:
+                table.sealed = True
+            replay.times.clear()
+
+    def host_us(self) -> dict[str, float]:
+        """Median host microseconds of one replayed call, Dynamo's guards included, and of the bare launch in it."""
+        pairs = [(statistics.median(replay.times), replay.launch_us()) for replay in self.replays if replay.times]
+        if not pairs:
+            return {}
+        call, launch = (statistics.fmean(values) for values in zip(*pairs, strict=True))
+        return {"call": call, "launch": launch, "overhead": call - launch}
+
+    def _hand(self, fn: Callable[..., Any], name: str) -> Replay:
+        """`fn` captured by hand."""
+        replay = cadence_fx.ExactShapeReplay(fn, name=name)
+        self.replays.append(Replay(replay, replay.ledger, lambda: [table for table, _ in replay._tables.values()]))
+        return self.replays[-1]
+
+
+class Replay:
+    """A replayed callable with the host time of each of its calls."""
+
+    def __init__(self, call: Callable[..., Any], ledger: Ledger, tables: Callable[[], list[ReplayTable]]) -> None:
+        self.call, self.ledger, self._tables = call, ledger, tables
+        self.times: list[float] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter_ns()
+        result = self.call(*args, **kwargs)
+        self.times.append((time.perf_counter_ns() - start) / 1e3)
+        return result
+
+    @property
+    def tables(self) -> list[ReplayTable]:
+        return self._tables()
+
+    @torch.inference_mode()
+    def launch_us(self, repeats: int = 20) -> float:
+        """Median host microseconds of launching the most used class, nothing around it. Spoils the stream's state."""
+        entries = [entry for table in self.tables for entry in table.classes.values()]
+        launch, times = max(entries, key=lambda entry: entry.replays).recording.launch, []
+        for _ in range(repeats):
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            start = time.perf_counter_ns()
+            launch()
+            times.append((time.perf_counter_ns() - start) / 1e3)
+        return statistics.median(times)
+
+
+def _resident_frequencies(device: torch.device) -> None:
+    """Keeps the solver's frequency table on the device: as shipped, every step computes it on the host and copies it.
+
+    A capture by hand cannot hold that copy. The table is computed by the vendor's own expression, on the host.
+    """
+    embedder = vendor.load("cosyvoice2.flow.decoder_dit").TimestepEmbedder
+    tables: dict[int, Tensor] = {}
+
+    def timestep_embedding(t: Tensor, dim: int, max_period: int = 10000) -> Tensor:
+        half = dim // 2
+        if dim not in tables:
+            tables[dim] = torch.exp(-math.log(max_period) * torch.arange(start=0, end=half) / half).to(device, t.dtype)
+        angles = t[:, None] * tables[dim][None]
+        return torch.cat([torch.cos(angles), torch.sin(angles)], dim=-1)
+
+    embedder.timestep_embedding = staticmethod(timestep_embedding)
+
+
+def _detached(fn: Callable[..., Any], decoder: Any) -> Callable[..., Any]:
+    """`fn` with results that do not alias the solver's workspaces: certifying a class runs it several times."""
+
+    def call(**given: Any) -> tuple[Tensor, ...]:
+        owned = {buffer.untyped_storage().data_ptr() for buffer in (decoder.cnn_cache_buffer, decoder.att_cache_buffer)}
+        results = fn(**given)
+        return tuple(out.clone() if out.untyped_storage().data_ptr() in owned else out for out in results)
+
+    return call
+
+
+class Sized(Subject):
+    sized = True
+
+
+class StepReplay(Subject):
+    """Graphs at the step clock."""
+
+    def install(self) -> None:
+        flow = self.token2wav.flow
+        _resident_frequencies(self.token2wav.cache[3].device)
+        for module, name in ((flow.decoder.estimator, "solver step"), (flow.encoder, "encoder")):
+            module.forward_chunk = self._hand(module.forward_chunk, name)
+
+
+class SizedStepReplay(StepReplay):
+    sized = True
+
+
+class ChunkReplay(Subject):
+    """Graphs at the chunk clock."""
+
+    def install(self) -> None:
+        _resident_frequencies(self.token2wav.cache[3].device)
+        flow, stream = self.token2wav.flow, self.stream
+        if stream is None:
+            flow.encoder.forward_chunk = self._hand(flow.encoder.forward_chunk, "encoder")
+            flow.decoder.forward_chunk = _detached(self._hand(flow.decoder.forward_chunk, "solver"), flow.decoder)
+        else:
+            stream.flow = self._hand(stream.plain_flow, "solver")
+            stream.conformer[False] = self._hand(stream.plain_conformer[False], "encoder")
+
+
+class SizedChunkReplay(ChunkReplay):
+    sized = True
+
+
+class Cadence(Subject):
+    """The backend."""
+
+    sized = True
+
+    def _bind(self) -> Token2WavStream:
+        return Token2WavStream(self.token2wav, backend=cadence_fx.cadence)
+
+    def install(self) -> None:
+        assert self.stream is not None
+        self.stream.prime()
+        self.stream.warm_up(cadence_fx.warm_up)
+        self.stream.flow = self._program(self.stream.flow)
+        self.stream.conformer[False] = self._program(self.stream.conformer[False])
+
+    def _program(self, step: Callable[..., Any]) -> Replay:
+        program = program_of(step, "bench")
+        self.replays.append(Replay(step, program.ledger, lambda: [table for _, table in program.graphs]))
+        return self.replays[-1]
+
+
+class Compiled(Subject):
+    """`torch.compile` controls on the per-step estimator and the encoder."""
+
+    options: dict[str, Any] = {}
+
+    def install(self) -> None:
+        flow = self.token2wav.flow
+        flow.decoder.estimator.forward_chunk = torch.compile(
+            flow.decoder.estimator.forward_chunk, dynamic=False, **self.options
+        )
+        encode = torch.compile(flow.encoder.forward_chunk, dynamic=False, **self.options)
+        # Graph trees reuse output memory at the next run, and the encoder's outputs are state: keep copies.
+        flow.encoder.forward_chunk = lambda **given: tuple(result.clone() for result in encode(**given))
+
+    def __call__(self, tokens: list[int]) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return super().__call__(tokens)
+
+
+class ReduceOverhead(Compiled):
+    options = {"mode": "reduce-overhead"}
+
+
+class CudaGraphs(Compiled):
+    options = {"backend": "cudagraphs"}
+
+
+VARIANTS: dict[str, type[Subject]] = {
+    "B0": Subject,
+    "S": Sized,
+    "R": StepReplay,
+    "Rc": ChunkReplay,
+    "SR": SizedStepReplay,
+    "SRc-hand": SizedChunkReplay,
+    "SRc": Cadence,
+    "reduce-overhead": ReduceOverhead,
+    "cudagraphs": CudaGraphs,
+}
+
+
+def chunks(sizes: vendor.Sizes, count: int, turn: int) -> Iterator[list[int]]:
+    yield from vendor.build_tokens(count, 28, sizes, seed=100 + turn)
