@@ -20,10 +20,10 @@ def _serving() -> None:
     torch.set_grad_enabled(False)
 
 
-def settle(pair: Pair, misses: int, calls: int = 6) -> None:
+def settle(pair: Pair, misses: int, calls: int = 6, recaptures: int = 0) -> None:
     """Exactly ``misses`` calls ran eager so far; the stream goes on, replays again, and old outputs are intact."""
     assert pair.missed().total() == misses
-    assert pair.since("late_captures") == 0
+    assert pair.since("late_captures") <= recaptures
     for _ in range(calls):
         pair.call()
     assert pair.missed().total() == misses, pair.missed()
@@ -67,7 +67,10 @@ def test_a_chunk_of_an_undeclared_size(name: str, size: int, after: int) -> None
     for advance in [*pair.stream.calls * after, {"frames": size}, *pair.stream.calls * 4]:
         misses += (frozenset(pair.eager.extents().items()), frozenset(advance.items())) not in points
         pair.call(advance)
-    settle(pair, misses)
+    # Dynamo may send every later call to the graph it made for the odd size; its classes are captured anew, once.
+    settle(pair, misses, recaptures=len(pair.stream.contract.catalog()))
+    pair.restart(1)
+    settle(pair, misses, recaptures=len(pair.stream.contract.catalog()))
 
 
 class Plain(nn.Module):
