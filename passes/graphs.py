@@ -95,12 +95,15 @@ def may_write(node: fx.Node) -> tuple[fx.Node, ...]:
         for argument in schema(node).arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written += _nodes_in(values[argument.name])
-    names = {argument.name for argument in schema(node).arguments}
-    if "running_mean" in names:  # normalisations update their statistics, and their schemas do not say so
+    if _statistics(node):  # normalisations update their statistics, and their schemas do not say so
         values = bound_args(node)
         if values.get("training", True) and values.get("use_input_stats", True):
             written += [*_nodes_in(values["running_mean"]), *_nodes_in(values["running_var"])]
     return tuple(written)
+
+
+def _statistics(node: fx.Node) -> bool:
+    return any(argument.name == "running_mean" for argument in schema(node).arguments)
 
 
 def is_impure(node: fx.Node) -> bool:
@@ -229,6 +232,10 @@ def _schema_aliases(node: fx.Node) -> Iterator[fx.Node]:
         yield from node.all_input_nodes
         return
     if node.target in _ALIASES_BY_VALUE and isinstance(node.meta.get("val"), torch.Tensor):
+        return
+    if torch.Tag.maybe_aliasing_or_mutating in node.target.tags and not _statistics(node):
+        # Dropout outside training returns its input, and its traced value does not show it.
+        yield from node.all_input_nodes
         return
     if all(returned.alias_info is None for returned in schema(node).returns):
         return

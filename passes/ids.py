@@ -18,6 +18,7 @@ import torch.fx as fx
 from cadence_fx.passes.constants import Constants
 from cadence_fx.passes.graphs import GraphFacts, bound_args, may_write, tensor_val
 from cadence_fx.passes.movement import (
+    DROPOUTS,
     FACTORIES,
     FILLS,
     IDENTITIES,
@@ -120,7 +121,7 @@ class IdRun:
         return node.target in SELECTS and not self._places(node) and converts_nothing(node)
 
     def _unchanged(self, node: fx.Node) -> fx.Node | None:
-        """The argument that ``node`` returns as it is (dropout outside training, say), if it does."""
+        """The argument that ``node`` returns as it is, if it does."""
         val = node.meta.get("val")
         if not isinstance(val, torch.Tensor) or may_write(node):
             return None
@@ -186,6 +187,8 @@ class IdRun:
 
     def _move(self, node: fx.Node) -> Any:
         target: Any = node.target
+        if target in DROPOUTS:
+            return self._values[node.all_input_nodes[0]]
         if target in IDENTITIES or target in SHAPED_LIKE:
             base, val = bound_args(node)["self"], tensor_val(node)
             value = self._values[base]

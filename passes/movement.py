@@ -17,6 +17,7 @@ from cadence_fx.passes.constants import Constants
 from cadence_fx.passes.graphs import bound_args
 
 __all__ = [
+    "DROPOUTS",
     "FACTORIES",
     "FILLS",
     "IDENTITIES",
@@ -27,6 +28,7 @@ __all__ = [
     "TRANSFERS",
     "converts_nothing",
     "index_arguments",
+    "is_inert_dropout",
     "is_movement",
 ]
 
@@ -47,6 +49,16 @@ IDENTITIES: frozenset[Any] = frozenset(
         aten.to.other,
         aten.type_as.default,
         aten._to_copy.default,
+    }
+)
+
+# Outside training, and with probability zero, these return their input itself.
+DROPOUTS: frozenset[Any] = frozenset(
+    {
+        aten.alpha_dropout.default,
+        aten.dropout.default,
+        aten.feature_alpha_dropout.default,
+        aten.feature_dropout.default,
     }
 )
 
@@ -179,11 +191,19 @@ def is_movement(node: fx.Node, constants: Constants) -> bool:
     if node.target is operator.getitem:
         many = node.args[0]
         return isinstance(many, fx.Node) and is_movement(many, constants)
-    if node.target in FACTORIES or node.target in FILLS:
+    if node.target in FACTORIES or node.target in FILLS or is_inert_dropout(node):
         return True
     if node.target in SELECTS and not all(constants.is_constant(index) for index in index_arguments(node)):
         return False
     return node.target in MOVES | IDENTITIES | SHAPED_LIKE | SELECTS.keys() and converts_nothing(node)
+
+
+def is_inert_dropout(node: fx.Node) -> bool:
+    """Whether ``node`` is a dropout that returns its input."""
+    if node.target not in DROPOUTS:
+        return False
+    values = bound_args(node)
+    return values["train"] is False or values["p"] == 0
 
 
 def converts_nothing(node: fx.Node) -> bool:

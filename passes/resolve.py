@@ -16,6 +16,7 @@ import torch.fx as fx
 
 from cadence_fx.passes.constants import Constants
 from cadence_fx.passes.graphs import GraphFacts, bound_args, tensor_val
+from cadence_fx.passes.movement import DROPOUTS, is_inert_dropout
 from cadence_fx.passes.pieces import (
     Fill,
     Piece,
@@ -218,6 +219,12 @@ def _same(r: _Reader) -> list[Piece]:
     if (base.dtype, base.device, base.shape) != (out.dtype, out.device, out.shape):
         raise Unresolvable(r.node.name)
     return r.pieces(r.base)
+
+
+def _dropout(r: _Reader) -> list[Piece]:
+    if not is_inert_dropout(r.node):
+        raise Unresolvable(r.node.name)
+    return r.pieces(r.node.all_input_nodes[0])
 
 
 def _unit_dims(r: _Reader) -> list[Piece]:
@@ -474,6 +481,7 @@ _RULES: dict[Any, _Rule] = {
         _same,
     ),
     **dict.fromkeys([aten.constant_pad_nd.default, aten.pad.default], _pad),
+    **dict.fromkeys(DROPOUTS, _dropout),
     aten.roll.default: _roll,
     aten.slice_scatter.default: _slice_scatter,
     aten.select_scatter.default: _select_scatter,

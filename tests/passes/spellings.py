@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cadence_fx.retention import KeepLast, PromptPlusLast, Retention
+from cadence_fx.retention import KeepLast, Order, PromptPlusLast, Retention
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn, spelling: str | None = None) -> Case:
     advance = draw(st.integers(1, 4))
-    order = draw(st.sampled_from(["append", "prepend"]))
+    order: Order = draw(st.sampled_from(["append", "prepend"]))
     if draw(st.booleans()):
         retention: Retention = KeepLast(draw(st.integers(1, 9)), order=order)
     else:

@@ -233,6 +233,16 @@ def test_returned_view_of_the_old_state_is_copied_out_first() -> None:
     assert [node.meta["val"].stride() for node in results[:2]] == [(18, 3, 1), (18, 1, 3)]  # as eager returns them
 
 
+def test_dropout_outside_training_returns_a_view_of_the_old_state() -> None:
+    """Its traced value has memory of its own, the real one has not."""
+
+    def leak(x: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
+        kept = torch.nn.functional.dropout(torch.cat([cache, x], 1), 0.5, False)
+        return torch.nn.functional.dropout(cache[:, 1:4], 0.5, False), kept[:, 2:]
+
+    rewrite(leak, X, CACHE, states={"cache_1": 1})
+
+
 def test_state_written_in_place_and_returned() -> None:
     """The placeholder itself is the new state, at the very place of the destination."""
 

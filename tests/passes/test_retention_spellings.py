@@ -45,6 +45,7 @@ def test_right_is_proved_and_keeps_its_bytes(spelling: str, data: st.DataObject)
 def test_wrong_is_never_proved_and_still_keeps_its_bytes(case: Case, data: st.DataObject) -> None:
     right = case.frames()
     size = len(right) if data.draw(st.booleans()) else data.draw(st.integers(1, len(right) + 1))
+    assume(size <= case.extent + case.advance)
     wrong = data.draw(st.lists(st.integers(0, case.extent + case.advance - 1), min_size=size, max_size=size))
     assume(wrong != right)
     gm = trace(program(case, wrong), *case.examples())

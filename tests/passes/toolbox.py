@@ -22,7 +22,8 @@ torch.set_grad_enabled(False)
 def trace(function: Callable[..., object], *examples: Tensor) -> fx.GraphModule:
     """A static pre-dispatch aten graph of ``function``, placeholders named after its arguments with ``_1``."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-        fakes = [mode.from_tensor(example) for example in examples]
+        # Copies, since one tensor given twice would be traced as one input.
+        fakes = [mode.from_tensor(example.clone()) for example in examples]
         return make_fx(function, pre_dispatch=True)(*fakes)
 
 
@@ -60,7 +61,7 @@ def listing(gm: fx.GraphModule) -> str:
 
 
 def flat_outputs(result: object) -> list[Tensor]:
-    return list(result) if isinstance(result, (list, tuple)) else [result]
+    return [value for value in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(value, Tensor)]
 
 
 def run_on_carries(gm: fx.GraphModule, ctx: PassContext, inputs: Sequence[Tensor]) -> list[Tensor]:

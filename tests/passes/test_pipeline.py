@@ -1,0 +1,113 @@
+"""The runner: order, copies, failures by name, and what is logged."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.fx as fx
+
+from cadence_fx.errors import NotCapturable, PassFailed
+from cadence_fx.passes import PassContext, PassResult, default_passes, pipeline, register_pass, run_passes
+from tests.passes.toolbox import trace
+
+X = torch.randn(3)
+
+
+class Negate:
+    name = "negate"
+
+    def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
+            node.target = torch.ops.aten.sub.Tensor
+        return PassResult(gm, True)
+
+
+class Idle:
+    name = "idle"
+
+    def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+        return PassResult(gm, False)
+
+
+class Broken(Idle):
+    name = "broken"
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+        raise self.error
+
+
+class Demanding(Idle):
+    name = "demanding"
+
+    def requires(self, gm: fx.GraphModule, ctx: PassContext) -> None:
+        raise ValueError("the moon is not full")
+
+
+def graph() -> fx.GraphModule:
+    return trace(lambda x: (x + 1,), X)
+
+
+def test_graph_given_is_not_changed() -> None:
+    gm = graph()
+    before = gm.code
+    assert torch.equal(run_passes(gm, PassContext(), [Negate()])(X)[0], X - 1)
+    assert gm.code == before
+
+
+def test_tensors_are_shared_with_the_graph_given() -> None:
+    """A copy of a weight would not follow the weight."""
+    gm = trace(lambda x: (x + torch.tensor([1.0, 2.0, 3.0]),), X)
+    name = next(node.target for node in gm.graph.nodes if node.op == "get_attr")
+    assert getattr(run_passes(gm, PassContext(), []), name) is getattr(gm, name)
+
+
+def test_failure_names_the_pass_and_those_before_it() -> None:
+    with pytest.raises(PassFailed, match="'broken' failed: KeyError.*had run before it: idle, negate") as caught:
+        run_passes(graph(), PassContext(), [Idle(), Negate(), Broken(KeyError("x"))])
+    assert caught.value.before == ("idle", "negate") and isinstance(caught.value.__cause__, KeyError)
+
+
+def test_requirement_that_does_not_hold() -> None:
+    with pytest.raises(PassFailed, match="'demanding' failed: ValueError: the moon is not full"):
+        run_passes(graph(), PassContext(), [Demanding()])
+
+
+def test_refusal_goes_through_unchanged() -> None:
+    with pytest.raises(NotCapturable):
+        run_passes(graph(), PassContext(), [Broken(NotCapturable("host_read", "item"))])
+
+
+def test_default_order() -> None:
+    assert [pass_.name for pass_ in default_passes()] == [
+        "fold_host_constants",
+        "reinplace_retention",
+        "verify_capturable",
+    ]
+
+
+def test_registration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "_registered", [])
+    register_pass(Negate())
+    assert default_passes()[0].name == "negate"
+    assert torch.equal(run_passes(graph(), PassContext())(X)[0], X - 1)
+    with pytest.raises(ValueError, match="'negate' is already registered"):
+        register_pass(Negate())
+    with pytest.raises(TypeError, match="called as"):
+        register_pass(object())  # type: ignore[arg-type]
+
+
+def test_debug_switch_shows_both_graphs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "cadence_fx.passes"):
+        run_passes(graph(), PassContext(), [Negate()])
+        assert not caplog.text
+        monkeypatch.setenv("CADENCE_DEBUG_PASSES", "1")
+        run_passes(graph(), PassContext(), [Negate(), Idle()])
+    assert "negate: aten.add.Tensor -1, aten.sub.Tensor +1" in caplog.text
+    assert "--- before" in caplog.text and "--- after" in caplog.text and "idle: unchanged" in caplog.text
