@@ -35,8 +35,9 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	$(PY) -m pip install -qq --no-deps $(VENDOR)
 	touch $@
 
-demo: $(STAMP)  ## eager against cadence on a trained model and recorded speech
+demo: $(STAMP)  ## eager against cadence: a trained model on recorded speech, and a released speech decoder
 	$(PY) -m bench.demo_vad
+	$(PY) -m bench.demo_token2wav
 
 test: lint  ## lint, then the whole test suite
 	$(PY) -m pytest
@@ -44,6 +45,14 @@ test: lint  ## lint, then the whole test suite
 lint: $(STAMP)  ## ruff and mypy
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy cadence_fx tests
+
+bench: $(STAMP)  ## the benchmark (ARGS=... are handed on); without a GPU a small run that only checks its code
+	@if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+	    $(PY) -m bench.token2wav $(ARGS)
+	else
+	    echo "no CUDA device: small layers on the CPU, which checks the code and measures nothing"
+	    $(PY) -m bench.token2wav --small --device cpu --out out/bench $(ARGS)
+	fi
 
 clean:  ## remove .venv and every cache
 	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

@@ -117,6 +117,10 @@ def test_imports_point_down(module: str) -> None:
     assert not wrong, f"{module} is of layer {layers[module]}"
 
 
+def test_documented_modules_exist() -> None:
+    assert not [name for name in documented_layers() if name not in SOURCES]
+
+
 @EACH_MODULE
 def test_sub_packages_do_not_know_each_other(module: str) -> None:
     for this, other in (("passes", "adapters"), ("adapters", "passes")):
