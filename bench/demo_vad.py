@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -122,17 +123,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--audio", type=Path, default=SPEECH, help="16 kHz mono 16-bit WAV (default: the one enclosed)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for vad.png (default: out)")
-    options = parser.parse_args(arguments)
+    chosen = parser.parse_args(arguments)
 
     torch.set_num_threads(1)
-    chunks = read_chunks(options.audio, options.device)
-    model = silero.load().to(options.device)
+    chunks = read_chunks(chosen.audio, chosen.device)
+    model = silero.load().to(chosen.device)
     print(CONTRACT, CONTRACT.catalog().table(), sep="\n\n", end="\n\n")
 
     with torch.no_grad():
         print(check_against_script(chunks))
         eager = stream(model, chunks, model.initial_state())
-        compiled = torch.compile(model, backend="cadence", options={"contract": CONTRACT})
+        options: Any = {"contract": CONTRACT}  # torch declares numbers, text and callables alone
+        compiled = torch.compile(model, backend="cadence", options=options)
         cadence.warm_up(compiled, chunks[0], *model.initial_state())
         replayed = stream(compiled, chunks, model.initial_state())
         print(cadence.report(compiled))
@@ -141,8 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\n|{sparkline(replayed.probabilities, width)}|")
     spans = speech_spans(replayed.probabilities, threshold=0.5, gap=8)
     print("speech: " + ", ".join(f"{start:.2f}-{end:.2f} s" for start, end in spans))
-    draw(chunks, eager, replayed, options.out / "vad.png")
-    print(f"drawn: {options.out / 'vad.png'}")
+    draw(chunks, eager, replayed, chosen.out / "vad.png")
+    print(f"drawn: {chosen.out / 'vad.png'}")
 
     differing = differing_tensors(eager, replayed)
     total = sum(len(outputs) for outputs in eager.outputs)
