@@ -1,5 +1,6 @@
 """A wrong declaration is an error from ``warm_up`` that names what is wrong."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from cadence_fx.errors import (
     WrongModule,
 )
 from cadence_fx.retention import KeepLast, PromptPlusLast, Retention
-from tests.harness import BACKEND, compile_with
+from tests.harness import BACKEND, assert_same, compile_with, counts
 from tests.streams import BY_NAME, kept
 from tests.toys import AppendLast, B, C
 
@@ -83,6 +84,19 @@ def test_a_clock_no_size_depends_on() -> None:
 def test_options_that_are_no_contract(options: dict[str, Any]) -> None:
     with pytest.raises(ContractError, match="contract"):
         cadence_fx.warm_up(torch.compile(AppendLast(), backend=BACKEND, options=options), *append_args())
+
+
+def test_no_contract_at_all() -> None:
+    """Nothing says what is state: every call is eager, with that reason."""
+    module = AppendLast()
+    eager, step = copy.deepcopy(module), torch.compile(module, backend=BACKEND)
+    (x, ours), calls = append_args(), 5
+    theirs = ours
+    for i in range(calls):
+        (y, ours), (z, theirs) = step(x, ours), eager(x, theirs)
+        assert_same(y, z, f"call {i}")
+        assert_same(ours, theirs, f"state {i}")
+    assert counts(step)["misses"] == {"no_contract": calls}
 
 
 def test_verbs_on_something_else() -> None:
