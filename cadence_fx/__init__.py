@@ -19,6 +19,7 @@ from cadence_fx.errors import ContractFileError as ContractFileError
 from cadence_fx.errors import NotCapturable as NotCapturable
 from cadence_fx.errors import NotCompiled as NotCompiled
 from cadence_fx.errors import NotDeterministic as NotDeterministic
+from cadence_fx.errors import NotServed as NotServed
 from cadence_fx.errors import PassFailed as PassFailed
 from cadence_fx.errors import RetentionMismatch as RetentionMismatch
 from cadence_fx.errors import StaleState as StaleState
@@ -53,6 +54,7 @@ __all__ = [
     "NotCapturable",
     "NotCompiled",
     "NotDeterministic",
+    "NotServed",
     "PassFailed",
     "Pinned",
     "PromptPlusLast",

@@ -82,8 +82,33 @@ def compile_wrapper_of(compiled: Any) -> Any | None:
         while inner is not None:
             if isinstance(inner, CompileWrapper):
                 return inner
-            inner = getattr(inner, "_torchdynamo_orig_backend", None) or getattr(inner, "_torchdynamo_orig_callable", None)
+            inner = getattr(inner, "_torchdynamo_orig_backend", None) or getattr(
+                inner, "_torchdynamo_orig_callable", None
+            )
     return None
+
+
+_OWNER = "cadence_fx.program"
+
+
+def owner_of(wrapper: Any | None) -> Any | None:
+    """What `own` has put on a `torch.compile` call."""
+    options = wrapper.kwargs.get("options") if wrapper is not None else None
+    return options.get(_OWNER) if options else None
+
+
+def own(wrapper: Any, owner: Any) -> None:
+    """Tie an object to one `torch.compile` call.
+
+    Dynamo compares these calls by value and lets two equal ones (two modules of one class under equal contracts) share compiled
+    code. The owner becomes part of what it compares, so each call gets its own.
+    """
+    wrapper.kwargs = {**wrapper.kwargs, "options": {**(wrapper.kwargs.get("options") or {}), _OWNER: owner}}
+
+
+def user_options(options: Any) -> dict[str, Any]:
+    """The options a user gave, without what `own` has added."""
+    return {k: v for k, v in (options or {}).items() if k != _OWNER}
 
 
 def original_of(compiled: Any) -> Any:
@@ -163,11 +188,23 @@ def mark_dynamic(tensor: torch.Tensor, axis: int) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, axis)
 
 
+def copy_marks(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Give `target` the dynamic-axis marks a user has put on `source`; returns `target`."""
+    for name, value in vars(source).items():
+        if name.startswith("_dynamo_"):
+            setattr(target, name, value)
+    return target
+
+
 @contextlib.contextmanager
 def patient_tracing() -> Iterator[None]:
     """Dynamo settings for warm-up: integer attributes become symbols (a call counter must not recompile every step),
     errors surface, and every graph of the catalog may be compiled."""
-    settings: dict[str, Any] = {"allow_unspec_int_on_nn_module": True, "suppress_errors": False}
+    settings: dict[str, Any] = {
+        "allow_unspec_int_on_nn_module": True,
+        "suppress_errors": False,
+        "recompile_limit": max(64, torch._dynamo.config.recompile_limit),
+    }
     with torch._dynamo.config.patch(settings):
         yield
 
@@ -228,4 +265,3 @@ def backend_error(error: BaseException) -> BaseException:
     if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
         return error.inner_exception
     return error
-

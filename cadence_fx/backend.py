@@ -31,7 +31,13 @@ def declare(module: torch.nn.Module, contract: Contract) -> torch.nn.Module:
     return module
 
 
-def cadence(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None) -> Callable[..., Any]:
+def cadence(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
     """Compile one Dynamo graph: exact replay of the signatures its contract declares, eager for anything else.
 
     The contract comes from `options["contract"]`, from `declare(module, contract)`, or from the adapter registered for the

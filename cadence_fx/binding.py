@@ -64,7 +64,9 @@ class Instance:
     @property
     def name(self) -> str:
         """The region, and which of its instances."""
-        return f"{self.region.name} ({paths.spell(self.path)})" if "*" in declared_path(self.region) else self.region.name
+        return (
+            f"{self.region.name} ({paths.spell(self.path)})" if "*" in declared_path(self.region) else self.region.name
+        )
 
     @property
     def key(self) -> tuple[str, Path]:
@@ -128,8 +130,6 @@ class Binding:
 
     def serves(self, catalog: Catalog, contract: Contract) -> tuple[CatalogEntry, ...]:
         """The catalog entries whose calls Dynamo sends to this graph."""
-        if self.unexplained:
-            return ()
         return tuple(entry for entry in catalog if self.solve(entry, contract) is not None)
 
 
@@ -189,7 +189,13 @@ def bind(gm: fx.GraphModule, contract: Contract | None, module_name: str | None)
             continue
         shape = tuple(as_expr(size) for size in value.shape)
         region = next((r for r in regions if r.persistent and _is_at(r, origin)), None)
-        role = "region" if region is not None and region.mutability == "carry" else "staged" if origin.root == "argument" else "fixed"
+        role = (
+            "region"
+            if region is not None and region.mutability == "carry"
+            else "staged"
+            if origin.root == "argument"
+            else "fixed"
+        )
         entry = GraphInput(index, node.name, origin, role, shape, is_random_source(node), where)
         inputs.append(entry)
         if region is not None and contract is not None:
@@ -223,12 +229,20 @@ def _check_axes(region: Region, contract: Contract, entry: GraphInput, value: to
         if not -rank <= axis < rank:
             raise AxisOutOfRange(entry.accessor, axis, [str(s) for s in entry.sizes], region=region.name)
     if region.placement is not None and torch.device(region.placement).type != value.device.type:
-        raise ContractError(f"declared on {region.placement}, but {entry.accessor} is on {value.device}", field="placement", region=region.name)
+        raise ContractError(
+            f"declared on {region.placement}, but {entry.accessor} is on {value.device}",
+            field="placement",
+            region=region.name,
+        )
     for axis, name in zip(region.axes, region.clocks, strict=True):
         period = contract.clock(name).period
         size = entry.sizes[axis % rank]
         if period is not None and size.is_Integer and size != period:
-            raise ContractError(f"axis {axis} of {entry.accessor} has {size} elements, but clock {name!r} has a period of {period}", field="axis", region=region.name)
+            raise ContractError(
+                f"axis {axis} of {entry.accessor} has {size} elements, but clock {name!r} has a period of {period}",
+                field="axis",
+                region=region.name,
+            )
     return region.frame_axis % rank if region.frame_axis is not None else None
 
 
@@ -236,7 +250,9 @@ def _used_scalars(gm: fx.GraphModule, inputs: Sequence[GraphInput]) -> tuple[int
     """Scalars that reach a tensor operation. A counter that is only counted up does not decide what runs."""
     placeholders = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
     return tuple(
-        i.index for i in inputs if i.role == "scalar" and i.origin.query != "size" and _reaches_tensor(placeholders[i.name])
+        i.index
+        for i in inputs
+        if i.role == "scalar" and i.origin.query != "size" and _reaches_tensor(placeholders[i.name])
     )
 
 

@@ -27,7 +27,9 @@ def bytes_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     return bool(torch.equal(as_integers(left), as_integers(right).to(left.device)))
 
 
-def first_difference(left: torch.Tensor, right: torch.Tensor) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...], int] | None:
+def first_difference(
+    left: torch.Tensor, right: torch.Tensor
+) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...], int] | None:
     """Where two tensors of one shape differ as bytes.
 
     Returns:

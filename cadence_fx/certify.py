@@ -28,7 +28,11 @@ class Outcome:
 
     def differs_from(self, other: Outcome) -> str | None:
         """The first thing that differs, in words; None when every byte is equal."""
-        for what, mine, theirs in (("output", self.outputs, other.outputs), ("state", self.states, other.states), ("argument", self.written, other.written)):
+        for what, mine, theirs in (
+            ("output", self.outputs, other.outputs),
+            ("state", self.states, other.states),
+            ("argument", self.written, other.written),
+        ):
             for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
                 if isinstance(a, torch.Tensor) and not bytes_equal(a, b):
                     return f"{what} {i}"
@@ -63,13 +67,17 @@ class Snapshot:
         """Whether anything has been drawn since."""
         if not torch.equal(self._host_generator, torch.get_rng_state()):
             return True
-        return self._device_generator is not None and not torch.equal(self._device_generator, torch.cuda.get_rng_state(self._device))
+        return self._device_generator is not None and not torch.equal(
+            self._device_generator, torch.cuda.get_rng_state(self._device)
+        )
 
 
 def run_reference(plan: Plan, static_args: Sequence[Any]) -> tuple[Sequence[Any], Outcome]:
     """Run the stock computation; returns its raw outputs and the outcome."""
     outputs = plan.reference(*static_args)
-    states = [static_args[use.index] if use.output is None else outputs[use.output] for use in plan.regions if not use.scratch]
+    states = [
+        static_args[use.index] if use.output is None else outputs[use.output] for use in plan.regions if not use.scratch
+    ]
     return outputs, Outcome(
         [None if i in _region_outputs(plan) else _to_host(o) for i, o in enumerate(outputs)],
         [_to_host(s) for s in states],
@@ -80,7 +88,11 @@ def run_reference(plan: Plan, static_args: Sequence[Any]) -> tuple[Sequence[Any]
 def run_recording(plan: Plan, static_args: Sequence[Any], recording: Recording) -> Outcome:
     """Launch the class once; returns the outcome."""
     outputs = recording.launch()
-    states = [static_args[use.index] if use.output is None else use.carry.view(use.next_extent) for use in plan.regions if not use.scratch]
+    states = [
+        static_args[use.index] if use.output is None else use.carry.view(use.next_extent)
+        for use in plan.regions
+        if not use.scratch
+    ]
     return Outcome(
         [None if i in _region_outputs(plan) else _to_host(o) for i, o in enumerate(outputs)],
         [_to_host(s) for s in states],

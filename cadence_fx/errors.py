@@ -209,6 +209,16 @@ class CatalogMismatch(CadenceError):
         )
 
 
+class NotServed(CadenceError):
+    """A declared call that could only run eager during warm-up; ``reason`` is the word a miss is counted under."""
+
+    reason = "not_served"
+
+    def __init__(self, call: object, reason: str, detail: str) -> None:
+        self.reason = reason
+        super().__init__(f"the declared call {call} cannot be captured: {reason}{f': {detail}' if detail else ''}.")
+
+
 class StaleState(CadenceError):
     """A state that an earlier call has already consumed was passed in again."""
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from cadence_fx import paths
-from cadence_fx._torch import to_static_aten
+from cadence_fx._torch import ambient_state, to_static_aten
 from cadence_fx.binding import Binding, Instance, scalar_outputs
 from cadence_fx.catalog import CatalogEntry
 from cadence_fx.contract import Contract
@@ -22,9 +22,12 @@ from cadence_fx.passes.graphs import location as _location
 from cadence_fx.passes.provenance import Contradicted, Proved, prove_retentions
 from cadence_fx.plan import Miss, Plan, RegionUse
 from cadence_fx.retention import Span
+from cadence_fx.signature import compare, region_key, tensor_key
+from cadence_fx.twins import fingerprint, in_terms_of
 
 if TYPE_CHECKING:
     from cadence_fx.program import Program
+    from cadence_fx.replay import ReplayClass
 
 
 class GraphPlanner:
@@ -34,10 +37,12 @@ class GraphPlanner:
         program: the `torch.compile` call this graph belongs to; owns contract, carries and catalog.
         gm: Dynamo's graph: the stock computation.
         binding: roles, instances and equations of its inputs.
+        device: where it runs.
     """
 
-    def __init__(self, program: Program, gm: fx.GraphModule, binding: Binding) -> None:
+    def __init__(self, program: Program, gm: fx.GraphModule, binding: Binding, device: torch.device) -> None:
         self.program = program
+        self.device = device
         self.gm = gm
         self.binding = binding
         self.serves: tuple[CatalogEntry, ...] = ()
@@ -46,6 +51,8 @@ class GraphPlanner:
         # Where each instance's new state leaves, as far as known: by watching a call (warm-up) or from a traced graph.
         self.outputs_of: dict[tuple[str, Any], int | None] = {}
         self.last_outputs: Sequence[Any] = ()
+        self.names = [i.accessor if i.origin.query == "value" and i.origin.path else i.name for i in binding.inputs]
+        self._last_signature: dict[str, tuple[Any, ...]] = {}
         self._ints = {i: _evaluator(expr, binding) for i, expr in scalar_outputs(gm).items()}
         self._in_place: set[int] = set()
 
@@ -59,24 +66,57 @@ class GraphPlanner:
         program, binding = self.program, self.binding
         for entry in binding.inputs:
             if entry.random:
-                return Miss("host_random", f"{entry.accessor or entry.name} is drawn from Python's random module on the host")
-        point: CatalogEntry | None = None
-        if program.contract is not None:
-            found = self.point(args, program.contract)
-            if isinstance(found, Miss):
-                return found
-            point = found
+                return Miss(
+                    "host_random", f"{entry.accessor or entry.name} is drawn from Python's random module on the host"
+                )
+        if program.contract is None:
+            return Miss(
+                "no_contract",
+                "nothing declares what is state; pass options={'contract': ...} or use cadence_fx.declare",
+            )
+        point = self.point(args, program.contract)
+        if isinstance(point, Miss):
+            return point
+        program.settled.add(point)
         try:
-            return self._specialise(args, point)
+            plan = self._specialise(args, point)
         except NotCapturable as error:
-            return Miss(error.reason, str(error))
+            return Miss(error.reason, str(error), lasting=True)
+        program.note_sizes(self._argument_shapes(args))
+        program.signatures.setdefault(point, []).append(self._signature(args))
+        return plan
+
+    def unknown(self, args: Sequence[Any]) -> Miss | None:
+        """Whether warm-up has captured this very signature, perhaps through another Dynamo graph."""
+        contract = self.program.contract
+        if contract is None:
+            return None
+        point = self.point(args, contract)
+        if isinstance(point, Miss):
+            return point
+        mine = self._signature(args)
+        answers = [compare(known, mine) for known in self.program.signatures.get(point, [])]
+        if None in answers:
+            return None
+        reason, detail = next(
+            (a for a in answers if a is not None), ("sealed", f"{point} was not captured before the seal")
+        )
+        return Miss(reason, detail)
+
+    def _signature(self, args: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
+        found: dict[str, tuple[Any, ...]] = {"": ambient_state(self.device.type)}
+        for entry in self.binding.inputs:
+            if entry.role == "region":
+                found[entry.accessor] = region_key(args[entry.index])
+            elif entry.role == "staged":
+                found[entry.accessor] = tensor_key(args[entry.index])
+        return found
+
+    def _argument_shapes(self, args: Sequence[Any]) -> dict[paths.Path, tuple[int, ...]]:
+        return {i.origin.path: tuple(args[i.index].shape) for i in self.binding.inputs if i.role == "staged"}
 
     def point(self, args: Sequence[Any], contract: Contract) -> CatalogEntry | Miss:
         """The catalog entry of a call, or why it has none."""
-        if self.binding.unexplained:
-            first = self.binding.unexplained[0]
-            at = f" (used at {first.location})" if first.location else ""
-            return Miss("undeclared_size", f"axis {first.axis} of {first.accessor} varies and no clock explains it{at}")
         shapes = {i.index: tuple(args[i.index].shape) for i in self.binding.inputs if i.role in ("region", "staged")}
         extents: dict[str, int] = {}
         for instance in self.binding.instances:
@@ -84,21 +124,54 @@ class GraphPlanner:
                 continue
             extent = shapes[instance.index][instance.axis]
             if extents.setdefault(instance.region.name, extent) != extent:
-                return Miss("undeclared_extents", f"instances of {instance.region.name} have different extents on axis {instance.axis}")
+                return Miss(
+                    "undeclared_extents",
+                    f"instances of {instance.region.name} have different extents on axis {instance.axis}",
+                )
+        strange = self._undeclared_size(args, contract)
+        if strange is not None:
+            return strange
         sizes = self._input_sizes(shapes, contract)
         for entry in self.serves or program_entries(self.program):
-            if all(entry.extent_of(name) == extent for name, extent in extents.items() if name in dict(entry.extents)) and all(
-                declared.size(entry.advance_of(declared.clock) if contract.clock(declared.clock).period is None else contract.clock(declared.clock).period or 0) == size
+            if all(
+                entry.extent_of(name) == extent for name, extent in extents.items() if name in dict(entry.extents)
+            ) and all(
+                declared.size(
+                    entry.advance_of(declared.clock)
+                    if contract.clock(declared.clock).period is None
+                    else contract.clock(declared.clock).period or 0
+                )
+                == size
                 for declared, size in sizes
             ):
                 return entry
         return self._outside(extents, sizes)
 
+    def _undeclared_size(self, args: Sequence[Any], contract: Contract) -> Miss | None:
+        """An axis that no Input lets vary must have the size it had when the declared stream was first seen."""
+        free = {(paths.parse(i.argument), i.axis) for i in contract.inputs}
+        for path, shape in self._argument_shapes(args).items():
+            known = self.program.sizes.get(path)
+            if known is None or len(known) != len(shape):
+                continue
+            for axis, (size, usual) in enumerate(zip(shape, known, strict=True)):
+                if size != usual and not {(path, axis), (path, axis - len(shape))} & free:
+                    spelled = paths.spell(path)
+                    return Miss(
+                        "undeclared_size",
+                        f"axis {axis} of {spelled} has {size}, and no clock explains another size than {usual}{self._line(spelled)}",
+                    )
+        return None
+
     def _input_sizes(self, shapes: dict[int, tuple[int, ...]], contract: Contract) -> list[tuple[Any, int]]:
         found = []
         for declared in contract.inputs:
             for entry in self.binding.inputs:
-                if entry.role == "staged" and entry.origin.path == paths.parse(declared.argument) and entry.origin.query == "value":
+                if (
+                    entry.role == "staged"
+                    and entry.origin.path == paths.parse(declared.argument)
+                    and entry.origin.query == "value"
+                ):
                     found.append((declared, shapes[entry.index][declared.axis]))
         return found
 
@@ -107,16 +180,27 @@ class GraphPlanner:
             contract = self.program.contract
             assert contract is not None
             period = contract.clock(declared.clock).period
-            allowed = {declared.size(a) for a in ((period,) if period is not None else contract.advances_of(declared.clock))}
+            allowed = {
+                declared.size(a) for a in ((period,) if period is not None else contract.advances_of(declared.clock))
+            }
             if size not in allowed:
-                return Miss("undeclared_size", f"axis {declared.axis} of {declared.argument} has {size}; the contract allows {sorted(allowed)}{self._line(declared.argument)}")
+                return Miss(
+                    "undeclared_size",
+                    f"axis {declared.axis} of {declared.argument} has {size}; the contract allows {sorted(allowed)}{self._line(declared.argument)}",
+                )
         for instance in self.binding.instances:
             name = instance.region.name
             if name in extents:
                 known = sorted({e.extent_of(name) for e in self.program.catalog})
                 if extents[name] not in known:
-                    return Miss("undeclared_extents", f"axis {instance.axis} of {instance.name} has {extents[name]}; the contract reaches {known}{self._line_of(instance)}")
-        return Miss("undeclared_extents", f"no call of the declared stream meets {', '.join(f'{n} = {e}' for n, e in extents.items())} together")
+                    return Miss(
+                        "undeclared_extents",
+                        f"axis {instance.axis} of {instance.name} has {extents[name]}; the contract reaches {known}{self._line_of(instance)}",
+                    )
+        return Miss(
+            "undeclared_extents",
+            f"no call of the declared stream meets {', '.join(f'{n} = {e}' for n, e in extents.items())} together",
+        )
 
     def _line(self, argument: str) -> str:
         places = [i.location for i in self.binding.inputs if str(i.origin) == argument and i.location]
@@ -149,6 +233,7 @@ class GraphPlanner:
             mutated=sorted(written & {*fixed, *staged} - scratch),
             regions=uses,
         )
+        plan.fingerprint = fingerprint(aten.graph, self.names)
         plan.notes.extend(self._prove(aten, slots))
         try:
             rewritten = run_passes(aten, context, default_passes())
@@ -161,7 +246,12 @@ class GraphPlanner:
         return plan
 
     def _regions(
-        self, aten: fx.GraphModule, args: Sequence[Any], point: CatalogEntry | None, placeholders: list[fx.Node], written: set[int]
+        self,
+        aten: fx.GraphModule,
+        args: Sequence[Any],
+        point: CatalogEntry | None,
+        placeholders: list[fx.Node],
+        written: set[int],
     ) -> tuple[list[RegionUse], list[RegionSlot], list[int]]:
         """Pair every instance with the output that is its new state. Instances without one are staged like any argument."""
         uses: list[RegionUse] = []
@@ -202,7 +292,12 @@ class GraphPlanner:
         return point.extent_of(region.name), point.next_of(region.name), region.added(ticks)
 
     def _pair(
-        self, aten: fx.GraphModule, args: Sequence[Any], point: CatalogEntry | None, placeholders: list[fx.Node], written: set[int]
+        self,
+        aten: fx.GraphModule,
+        args: Sequence[Any],
+        point: CatalogEntry | None,
+        placeholders: list[fx.Node],
+        written: set[int],
     ) -> None:
         outputs = output_node(aten.graph).args[0]
         taken = {o for o in self.outputs_of.values() if o is not None}
@@ -218,8 +313,11 @@ class GraphPlanner:
             fits = [
                 i
                 for i, out in enumerate(outputs)  # type: ignore[arg-type]
-                if i not in taken and isinstance(out, fx.Node) and isinstance(out.meta.get("val"), torch.Tensor)
-                and list(out.meta["val"].shape) == shape and out.meta["val"].dtype == like.dtype
+                if i not in taken
+                and isinstance(out, fx.Node)
+                and isinstance(out.meta.get("val"), torch.Tensor)
+                and list(out.meta["val"].shape) == shape
+                and out.meta["val"].dtype == like.dtype
             ]
             fed = [i for i in fits if _feeds(placeholders[instance.index], outputs[i])]  # type: ignore[index,arg-type]
             wanted = instance.region.result
@@ -257,7 +355,9 @@ class GraphPlanner:
                 if shape[:axis] + shape[axis + 1 :] == expected[:axis] + expected[axis + 1 :]:
                     self._mismatch(instance, point, args, f"a state of shape {shape}", out)
 
-    def _mismatch(self, instance: Instance, point: CatalogEntry | None, args: Sequence[Any], found: str, node: fx.Node) -> None:
+    def _mismatch(
+        self, instance: Instance, point: CatalogEntry | None, args: Sequence[Any], found: str, node: fx.Node
+    ) -> None:
         extent, following, advance = self._extents(instance, point, args)
         declared = f"{instance.region.retention.describe()} ({extent} frames + {advance} new -> {following})"
         raise RetentionMismatch(instance.name, declared, found, _location(node))
@@ -270,11 +370,31 @@ class GraphPlanner:
                 outputs = output_node(aten.graph).args[0]
                 where = _location(outputs[slot.output]) if slot.output is not None else None  # type: ignore[index,arg-type]
                 policy = slot.declared.retention.describe()
-                raise RetentionMismatch(slot.instance, f"{policy}: {_spans(verdict.declared)}", _spans(verdict.found), where)
+                raise RetentionMismatch(
+                    slot.instance, f"{policy}: {_spans(verdict.declared)}", _spans(verdict.found), where
+                )
             text = "proved" if isinstance(verdict, Proved) else f"not provable: {verdict.reason}"
             self.program.proofs[slot.instance, slot.extent, slot.next_extent] = text
             notes.append(f"{slot.instance}: retention {text}")
         return notes
+
+    # -- sharing ------------------------------------------------------------------------------------------------------
+
+    def twin(self, plan: Plan, args: Sequence[Any], key: Any) -> ReplayClass | None:
+        """The class that another Dynamo graph of the same computation has captured for this very call."""
+        found = self.program.twins.get(self._twin_key(plan, args))
+        if found is None or found[0].recording.closed:
+            return None
+        return in_terms_of(*found, plan, self.names, args)
+
+    def admitted(self, plan: Plan, key: Any, entry: ReplayClass) -> None:
+        """Offer a captured class to other graphs."""
+        if plan.fingerprint is not None:
+            self.program.twins[key_of(plan, self._last_signature)] = (entry, self.names)
+
+    def _twin_key(self, plan: Plan, args: Sequence[Any]) -> Any:
+        self._last_signature = self._signature(args)
+        return key_of(plan, self._last_signature)
 
     # -- eager --------------------------------------------------------------------------------------------------------
 
@@ -316,6 +436,11 @@ class GraphPlanner:
         for i, evaluate in self._ints.items():
             outputs[i] = evaluate(args)
         return outputs
+
+
+def key_of(plan: Plan, signature: dict[str, tuple[Any, ...]]) -> Any:
+    """What two graphs must share to share a class: the computation and the signature of the call."""
+    return plan.fingerprint, frozenset(signature.items())
 
 
 def program_entries(program: Program) -> tuple[CatalogEntry, ...]:

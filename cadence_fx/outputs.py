@@ -35,7 +35,11 @@ class OutputRule:
 
 def derive_rules(plan: Plan, static_args: Sequence[Any], outputs: Sequence[Any]) -> list[OutputRule]:
     """Read the rules off one run of the stock computation on `static_args`."""
-    memory = {a.untyped_storage().data_ptr(): i for i, a in enumerate(static_args) if isinstance(a, torch.Tensor) and a.numel()}
+    memory = {
+        a.untyped_storage().data_ptr(): i
+        for i, a in enumerate(static_args)
+        if isinstance(a, torch.Tensor) and a.numel()
+    }
     by_output = {use.output: use for use in plan.regions if use.output is not None}
     homes: dict[int, list[int]] = {}
     for i, out in enumerate(outputs):

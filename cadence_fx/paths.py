@@ -161,9 +161,7 @@ def get(root: Any, path: Path) -> Any:
     value = root
     for step in path:
         try:
-            if isinstance(value, Mapping):
-                value = value[step]
-            elif isinstance(step, int) and not hasattr(value, str(step)):
+            if isinstance(value, Mapping) or isinstance(step, int) and not hasattr(value, str(step)):
                 value = value[step]
             else:
                 value = getattr(value, str(step))
@@ -206,7 +204,9 @@ def put(root: Any, path: Path, leaf: Any) -> Any:
     if isinstance(root, list):
         return [child if i == step else x for i, x in enumerate(root)]
     if isinstance(root, tuple):
-        items = [child if i == step or f == step else x for i, (x, f) in enumerate(zip(root, _fields(root), strict=True))]
+        items = [
+            child if i == step or f == step else x for i, (x, f) in enumerate(zip(root, _fields(root), strict=True))
+        ]
         return type(root)(*items) if hasattr(root, "_fields") else tuple(items)
     if dataclasses.is_dataclass(root) and not isinstance(root, type):
         return dataclasses.replace(root, **{str(step): child})

@@ -17,10 +17,14 @@ from cadence_fx.storage import Carry
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Miss:
-    """A call that runs eager: a stable reason, and the argument, axis and line in words."""
+    """A call that runs eager: a stable reason, and the argument, axis and line in words.
+
+    `lasting`: found by looking at the computation, so it holds for every call of this signature.
+    """
 
     reason: str
     detail: str = ""
+    lasting: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -57,7 +61,7 @@ class Plan:
         staged: indices of arguments copied in on each call.
         mutated: indices of fixed or staged arguments the code writes.
         regions: the states.
-        predicted_bytes: staging bytes of this class (paper equation 6, first term).
+        fingerprint: of the computation, with arguments by name: equal ones compute the same thing.
     """
 
     runs: list[tuple[str, Callable[..., Sequence[Any]]]]
@@ -68,6 +72,7 @@ class Plan:
     mutated: list[int] = dataclasses.field(default_factory=list)
     regions: list[RegionUse] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
+    fingerprint: str | None = None
 
     def predicted_bytes(self, args: Sequence[Any]) -> int:
         """Bytes of the inputs that are neither aliased nor fixed."""
@@ -79,6 +84,15 @@ class Planner(Protocol):
 
     def plan(self, args: Sequence[Any]) -> Plan | Miss:
         """The class that serves this call, or why there is none."""
+
+    def unknown(self, args: Sequence[Any]) -> Miss | None:
+        """After the seal: why this call may not be captured; None when warm-up has captured its signature before."""
+
+    def twin(self, plan: Plan, args: Sequence[Any], key: Any) -> Any | None:
+        """A class of another table that computes the very same thing on the same memory, in this table's terms."""
+
+    def admitted(self, plan: Plan, key: Any, entry: Any) -> None:
+        """A class has been captured."""
 
     def run_eager(self, args: Sequence[Any]) -> Any:
         """Run the stock computation; states it returns are put back into their carries."""

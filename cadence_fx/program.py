@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from cadence_fx import paths
-from cadence_fx._torch import CompileSite
+from cadence_fx._torch import CompileSite, own, owner_of, user_options
 from cadence_fx.binding import Binding, Instance, bind, declared_path
 from cadence_fx.catalog import Catalog, CatalogEntry
 from cadence_fx.contract import Contract, Region
@@ -27,11 +27,10 @@ from cadence_fx.ledger import Ledger
 from cadence_fx.paths import Origin
 from cadence_fx.plan import Miss, Plan
 from cadence_fx.recorder import DevicePool
-from cadence_fx.replay import ReplayTable
+from cadence_fx.replay import ReplayClass, ReplayTable
 from cadence_fx.storage import Carry
 
 _OPTIONS = ("contract",)
-_DEFAULT_CLASSES = 64
 
 CarryKey = tuple[str, paths.Path, tuple[int, ...], torch.dtype, torch.device, bool]
 
@@ -40,11 +39,16 @@ class Program:
     """One `torch.compile(..., backend="cadence")` call.
 
     Attributes:
-        contract: what was declared, or None: then every exact signature is its own class, up to 64.
+        contract: what was declared, or None: then every call runs eager.
         catalog: every reachable call; empty without a contract.
         graphs: one (planner, table) per Dynamo graph.
         carries: storage of the region instances.
         proofs: (instance, extent, next extent) → "proved" or why the retention could not be proved.
+        sizes: argument path → shape in the declared stream, as first seen; only a declared Input lets an axis vary.
+        twins: what a class computes and for which call → the class and the accessors of its arguments, so that another
+            Dynamo graph of the very same computation shares the recording.
+        settled: catalog entries for which a class was captured or refused for good.
+        signatures: catalog entry → what its captured calls looked like, by accessor.
         watching: calls run eager and their raw outputs are kept, so that warm-up can see which output is which state.
         sealed: warm-up is over.
     """
@@ -60,6 +64,10 @@ class Program:
         self.graphs: list[tuple[GraphPlanner, ReplayTable]] = []
         self.carries: dict[CarryKey, Carry] = {}
         self.proofs: dict[tuple[str, int, int], str] = {}
+        self.sizes: dict[paths.Path, tuple[int, ...]] = {}
+        self.twins: dict[Any, tuple[ReplayClass, list[str]]] = {}
+        self.settled: set[CatalogEntry] = set()
+        self.signatures: dict[CatalogEntry, list[dict[str, tuple[Any, ...]]]] = {}
         self.watching = False
         self.sealed = False
         self.auditor: Callable[[GraphPlanner, ReplayTable, Sequence[Any]], Any] | None = None
@@ -75,18 +83,20 @@ class Program:
         Raises:
             ContractError: an unknown option, or a contract of another type.
         """
-        existing = getattr(site.wrapper, "_cadence_program", None)
+        existing = owner_of(site.wrapper)
         if existing is not None and not existing.closed:
             return existing  # type: ignore[no-any-return]
-        for key in options or {}:
+        for key in user_options(options):
             if key not in _OPTIONS:
                 raise ContractError(f"options: {unknown_name('option', key, _OPTIONS)}", field=key)
         if contract is not None and not isinstance(contract, Contract):
             raise ContractError(f"expected a Contract, found {contract!r}", field="contract")
-        name = (contract.name if contract is not None else None) or (type(site.module).__name__ if site.module is not None else "function")
+        name = (contract.name if contract is not None else None) or (
+            type(site.module).__name__ if site.module is not None else "function"
+        )
         program = cls(contract, name)
         if site.wrapper is not None:
-            site.wrapper._cadence_program = program
+            own(site.wrapper, program)
         return program
 
     def compile(self, gm: fx.GraphModule, site: CompileSite) -> Callable[..., Any]:
@@ -94,13 +104,19 @@ class Program:
         binding = bind(gm, self.contract, site.module_name)
         self._check_present(binding, site)
         absent = self._unprimed(site)
-        planner = GraphPlanner(self, gm, binding)
+        device = _device(gm)
+        planner = GraphPlanner(self, gm, binding, device)
         if absent:
             planner.plan = _always(Miss("unprimed", f"{', '.join(absent)} is None: the state does not exist yet"))  # type: ignore[method-assign]
-        roles = (binding.indices("region"), binding.indices("staged"), binding.indices("scalar"), binding.indices("fixed"))
+        roles = (
+            binding.indices("region"),
+            binding.indices("staged"),
+            binding.indices("scalar"),
+            binding.indices("fixed"),
+        )
         names = [i.accessor or i.name for i in binding.inputs]
-        limit = self.contract.max_classes if self.contract is not None else _DEFAULT_CLASSES
-        table = ReplayTable(planner, roles, names, _device(gm), self.ledger, limit, self.lock)
+        limit = self.contract.max_classes if self.contract is not None else 0
+        table = ReplayTable(planner, roles, names, device, self.ledger, limit, self.lock)
         table.sealed = self.sealed
         self.graphs.append((planner, table))
 
@@ -118,9 +134,15 @@ class Program:
         by_attribute = [r for r in self.contract.regions if r.attribute is not None]
         missing = [r for r in by_attribute if not paths.expand(site.module, declared_path(r))]
         if missing and len(missing) == len(self.contract.regions):
-            raise WrongModule(self.contract.name or repr(self.contract), ", ".join(r.attribute or "" for r in missing), type(site.module).__name__)
+            raise WrongModule(
+                self.contract.name or repr(self.contract),
+                ", ".join(r.attribute or "" for r in missing),
+                type(site.module).__name__,
+            )
         if missing:
-            known = [n for n, _ in site.module.named_buffers()] + [k for k, v in vars(site.module).items() if isinstance(v, torch.Tensor)]
+            known = [n for n, _ in site.module.named_buffers()] + [
+                k for k, v in vars(site.module).items() if isinstance(v, torch.Tensor)
+            ]
             raise UnknownArgument(missing[0].attribute or "", known, field="attribute", region=missing[0].name)
         del binding
 
@@ -132,9 +154,12 @@ class Program:
             if root is None or not region.persistent:
                 continue
             concrete = paths.expand(root, declared_path(region))
-            if concrete and any(paths.get(root, path) is None for path in concrete):
-                found.append(region.argument or f"self.{region.attribute}")
-            elif not concrete and _cut_short(root, declared_path(region)):
+            if (
+                concrete
+                and any(paths.get(root, path) is None for path in concrete)
+                or not concrete
+                and _cut_short(root, declared_path(region))
+            ):
                 found.append(region.argument or f"self.{region.attribute}")
         return found
 
@@ -158,11 +183,17 @@ class Program:
         rest = tuple(size for axis, size in enumerate(like.shape) if axis != instance.axis)
         return (*instance.key, rest, like.dtype, like.device, torch.is_inference_mode_enabled())
 
+    def note_sizes(self, shapes: Mapping[paths.Path, tuple[int, ...]]) -> None:
+        """Remember the shapes of arguments in the declared stream."""
+        for path, shape in shapes.items():
+            self.sizes.setdefault(path, shape)
+
     def is_scratch(self, origin: Origin) -> bool:
         """Whether a module attribute is declared to mean nothing between calls."""
         regions = self.contract.regions if self.contract is not None else ()
         return any(
-            not r.persistent and r.attribute is not None and paths.matches(declared_path(r), origin.path) for r in regions
+            not r.persistent and r.attribute is not None and paths.matches(declared_path(r), origin.path)
+            for r in regions
         )
 
     def scratch_bytes(self, origin: Origin, tensor: torch.Tensor) -> int:
@@ -183,6 +214,12 @@ class Program:
             table.sealed = True
             for entry in table.classes.values():
                 entry.replays = 0
+
+    def unseal(self) -> None:
+        """A further warm-up (another mode, say) may capture."""
+        self.sealed = False
+        for _, table in self.graphs:
+            table.sealed = False
 
     def close(self) -> None:
         """Give up every class and every carry. States still held get private memory first."""
@@ -217,7 +254,11 @@ def _cut_short(root: Any, path: paths.Path) -> bool:
 
 def _device(gm: fx.GraphModule) -> torch.device:
     """Where the graph runs: its first accelerator input, or the CPU."""
-    devices = [n.meta["example_value"].device for n in gm.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("example_value"), torch.Tensor)]
+    devices = [
+        n.meta["example_value"].device
+        for n in gm.graph.find_nodes(op="placeholder")
+        if isinstance(n.meta.get("example_value"), torch.Tensor)
+    ]
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
 

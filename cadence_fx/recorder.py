@@ -20,6 +20,7 @@ class Recording(Protocol):
 
     static_outputs: bool  # launch() returns the same memory every time, so outputs must be copied out
     nbytes: int  # device memory the recording added to its pool
+    closed: bool
 
     def launch(self) -> Sequence[Any]:
         """Execute once on the current stream; returns the flat outputs."""
@@ -35,15 +36,15 @@ class HostRecording:
     nbytes = 0
 
     def __init__(self, run: Run) -> None:
-        self._run: Run | None = run
+        self._run = run
+        self.closed = False
 
     def launch(self) -> Sequence[Any]:
-        if self._run is None:
-            raise RuntimeError("launch() of a closed recording")
         return self._run()
 
     def close(self) -> None:
-        self._run = None
+        self.closed = True
+        self._run = tuple  # lets go of the graph and its tensors
 
 
 class CudaRecording:
@@ -56,14 +57,17 @@ class CudaRecording:
         self._outputs = outputs
         self.nbytes = nbytes
         self._replay = graph.replay
+        self.closed = False
 
     def launch(self) -> Sequence[Any]:
         self._replay()
         return self._outputs
 
     def close(self) -> None:
-        self._outputs = ()
-        self._graph.reset()
+        if not self.closed:
+            self.closed = True
+            self._outputs = ()
+            self._graph.reset()
 
 
 class DevicePool:

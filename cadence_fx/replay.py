@@ -20,15 +20,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cadence_fx import certify
-from cadence_fx.bytesops import bytes_equal
 from cadence_fx._torch import pointers_equal
+from cadence_fx.bytesops import bytes_equal
 from cadence_fx.errors import CadenceError
 from cadence_fx.ledger import Ledger, log
 from cadence_fx.outputs import OutputRule, derive_rules, hand_out
 from cadence_fx.plan import Miss, Plan, Planner, destinations
 from cadence_fx.recorder import Recording, record
 from cadence_fx.signature import ALIGNMENT, Unkeyable, call_key
-
 
 # Invalidations by one argument after which a table stops capturing: it is unlikely to be the last.
 _RESTLESS = 3
@@ -109,7 +108,7 @@ class ReplayTable:
         except Unkeyable as error:
             return self._miss(args, Miss("unkeyable", str(error)))
         entry = self.classes.get(key)
-        if entry is None:
+        if entry is None or entry.recording.closed:
             answer = self._consider(key, args)
             if isinstance(answer, Miss):
                 return self._miss(args, answer)
@@ -121,7 +120,12 @@ class ReplayTable:
             if overlap is not None:
                 return self._miss(args, overlap)
         if torch.is_grad_enabled() and self._needs_grad(args):
-            return self._miss(args, Miss("requires_grad", "an input requires grad and grad mode is on; serve under no_grad or inference_mode"))
+            return self._miss(
+                args,
+                Miss(
+                    "requires_grad", "an input requires grad and grad mode is on; serve under no_grad or inference_mode"
+                ),
+            )
         plan = entry.plan
         for use in plan.regions:
             use.carry.enter(args[use.index], use.extent, in_place=use.output is None)
@@ -158,7 +162,9 @@ class ReplayTable:
     def _restless(self) -> Miss | None:
         for i, moves in self._moves.items():
             if moves >= _RESTLESS:
-                return Miss("unstable_address", f"{self.names[i]} is a new tensor on every call; declare it as a Region")
+                return Miss(
+                    "unstable_address", f"{self.names[i]} is a new tensor on every call; declare it as a Region"
+                )
         return None
 
     def drop(self, key: tuple[Any, ...]) -> None:
@@ -177,38 +183,58 @@ class ReplayTable:
         if refused is not None:
             return refused
         if torch.is_grad_enabled() and self._needs_grad(args):
-            return Miss("requires_grad", "an input requires grad and grad mode is on; serve under no_grad or inference_mode")
+            return Miss(
+                "requires_grad", "an input requires grad and grad mode is on; serve under no_grad or inference_mode"
+            )
         if not self.capturing:
-            return Miss("not_captured", "capturing is switched off")
+            return Miss("watched")
+        if self.sealed:
+            unknown = self.planner.unknown(args)
+            if unknown is not None:
+                return unknown
         restless = self._restless()
         if restless is not None:
             return restless
         plan = self.planner.plan(args)
         if isinstance(plan, Miss):
-            return plan
+            return self._refuse(key, plan) if plan.lasting else plan
         if len(self.classes) >= self.max_classes:
-            return Miss("too_many_classes", f"the table holds its limit of {self.max_classes} classes; raise Contract.max_classes if every one is wanted")
+            return Miss(
+                "too_many_classes",
+                f"the table holds its limit of {self.max_classes} classes; raise Contract.max_classes if every one is wanted",
+            )
         unfit = self._unfit(plan, args)
         if unfit is not None:
             return unfit
+        twin: ReplayClass | None = self.planner.twin(plan, args, key)
+        if twin is not None:
+            self.classes[key] = twin
+            return twin
         try:
             entry = self._capture(plan, args)
         except CadenceError:
             raise
         except Exception as error:  # a failed capture is a refusal of this class alone, whatever went wrong in it
             log.exception("%s: capture of %s failed", self.ledger.name, plan.label)
-            entry = Miss("capture_failed", f"{plan.label}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            entry = Miss(
+                "capture_failed",
+                f"{plan.label}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            )
         if isinstance(entry, Miss):
-            self.ledger.refuse(entry.reason, entry.detail)
-            self.refused[key] = entry
-            return entry
+            return self._refuse(key, entry)
         self.classes[key] = entry
+        self.planner.admitted(plan, key, entry)
         self.ledger.captures += 1
         self.ledger.late_captures += self.sealed
         self.ledger.capture_seconds += entry.capture_seconds
         if self.sealed:
             log.warning("%s: class %s captured after the seal", self.ledger.name, plan.label)
         return entry
+
+    def _refuse(self, key: tuple[Any, ...], miss: Miss) -> Miss:
+        self.ledger.refuse(miss.reason, miss.detail)
+        self.refused[key] = miss
+        return miss
 
     def _unfit(self, plan: Plan, args: Sequence[Any]) -> Miss | None:
         for i in plan.staged:
@@ -218,7 +244,9 @@ class ReplayTable:
                 return Miss("layout", f"{self.names[i]} is not a plain strided tensor")
         for use in plan.regions:
             if use.output is None and not use.carry.may_point_here(args[use.index]):
-                return Miss("shared_state", f"{use.carry.name} is written in place and shares its memory with another tensor")
+                return Miss(
+                    "shared_state", f"{use.carry.name} is written in place and shares its memory with another tensor"
+                )
         return self._overlap(plan, args)
 
     def _overlap(self, plan: Plan, args: Sequence[Any]) -> Miss | None:
@@ -233,7 +261,9 @@ class ReplayTable:
         fixed = set(plan.fixed)
         for sharers in homes.values():
             if len(sharers) > 1 and written & set(sharers) and not fixed >= set(sharers):
-                return Miss("overlap", f"{' and '.join(self.names[i] for i in sharers)} share memory and one is written")
+                return Miss(
+                    "overlap", f"{' and '.join(self.names[i] for i in sharers)} share memory and one is written"
+                )
         return None
 
     def _capture(self, plan: Plan, args: Sequence[Any]) -> ReplayClass | Miss:
@@ -265,7 +295,9 @@ class ReplayTable:
             snapshot.restore()
             unstable = reference.differs_from(again)
             if unstable is not None:
-                return Miss("not_reproducible", f"{plan.label}: {unstable} differs between two eager runs on the same input")
+                return Miss(
+                    "not_reproducible", f"{plan.label}: {unstable} differs between two eager runs on the same input"
+                )
             recording = self._record_certified(plan, static_args, everything, reference, snapshot)
         finally:
             snapshot.restore()
@@ -285,7 +317,12 @@ class ReplayTable:
         )
 
     def _record_certified(
-        self, plan: Plan, static_args: list[Any], everything: list[Any], reference: certify.Outcome, snapshot: certify.Snapshot
+        self,
+        plan: Plan,
+        static_args: list[Any],
+        everything: list[Any],
+        reference: certify.Outcome,
+        snapshot: certify.Snapshot,
     ) -> Recording | None:
         """The first way to run the class whose bytes are the stock computation's; the others are noted and closed."""
         for name, run in plan.runs:
@@ -327,7 +364,23 @@ class PlainPlanner:
     def plan(self, args: Sequence[Any]) -> Plan | Miss:
         shapes = ", ".join(str(list(args[i].shape)) for i in self._staged)
         # Nothing is known of what the callable writes: every aliased tensor counts as written.
-        return Plan([("as written", self._fn)], self._fn, f"{self._name}({shapes})", self._fixed, self._staged, mutated=list(self._fixed))
+        return Plan(
+            [("as written", self._fn)],
+            self._fn,
+            f"{self._name}({shapes})",
+            self._fixed,
+            self._staged,
+            mutated=list(self._fixed),
+        )
+
+    def unknown(self, args: Sequence[Any]) -> Miss | None:
+        return Miss("sealed", f"{self._name}: a signature that was not captured before the seal")
+
+    def twin(self, plan: Plan, args: Sequence[Any], key: Any) -> None:
+        return None
+
+    def admitted(self, plan: Plan, key: Any, entry: ReplayClass) -> None:
+        pass
 
     def run_eager(self, args: Sequence[Any]) -> Any:
         return self._fn(*args)
@@ -349,7 +402,14 @@ class ExactShapeReplay:
     Outputs are safe to keep, except views of aliased arguments, which are views of the caller's own memory as in eager.
     """
 
-    def __init__(self, fn: Callable[..., Any], *, aliased: Sequence[torch.Tensor] = (), name: str | None = None, max_classes: int = 64) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        aliased: Sequence[torch.Tensor] = (),
+        name: str | None = None,
+        max_classes: int = 64,
+    ) -> None:
         self.fn = fn
         self.name = name or getattr(fn, "__name__", type(fn).__name__)
         self.ledger = Ledger(self.name)
@@ -382,7 +442,9 @@ class ExactShapeReplay:
         device = next((leaves[i].device for i in tensors), torch.device("cpu"))
         planner = PlainPlanner(flat_fn, fixed, staged, self.name)
         names = [f"leaf {i}" for i in range(len(leaves))]
-        return ReplayTable(planner, ([], staged, scalars, fixed), names, device, self.ledger, self._max_classes, self._lock), out_spec
+        return ReplayTable(
+            planner, ([], staged, scalars, fixed), names, device, self.ledger, self._max_classes, self._lock
+        ), out_spec
 
     @property
     def classes(self) -> list[ReplayClass]:

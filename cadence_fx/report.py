@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from cadence_fx._table import aligned
@@ -46,9 +47,13 @@ def report(compiled: Any) -> Report:
         NotCompiled: anything else.
     """
     if isinstance(compiled, ExactShapeReplay):
-        return Report(_counts(compiled.ledger) | {"name": compiled.name, "classes": len(compiled.classes)} | _class_facts(compiled.classes))
+        return Report(
+            _counts(compiled.ledger)
+            | {"name": compiled.name, "classes": len(compiled.classes)}
+            | _class_facts(compiled.classes)
+        )
     program = program_of(compiled, "report")
-    classes = [c for _, table in program.graphs for c in table.classes.values()]
+    classes = _distinct(c for _, table in program.graphs for c in table.classes.values())
     facts = _counts(program.ledger)
     facts |= {
         "name": program.name,
@@ -58,10 +63,23 @@ def report(compiled: Any) -> Report:
         "classes": len(classes),
         "captured_entries": len(_captured_entries(program)),
         "retention": {f"{name} {a}->{b}": verdict for (name, a, b), verdict in program.proofs.items()},
-        "carries": {f"{key[0]} {carry.name}" if key[0] != carry.name else carry.name: carry.nbytes for key, carry in program.carries.items()},
+        "carries": {
+            f"{key[0]} {carry.name}" if key[0] != carry.name else carry.name: carry.nbytes
+            for key, carry in program.carries.items()
+        },
         "bytes": _bytes(program, classes),
     }
     return Report(facts | _class_facts(classes))
+
+
+def _distinct(entries: Iterable[ReplayClass]) -> list[ReplayClass]:
+    """Classes that several Dynamo graphs share, once each, with all their replays."""
+    found: dict[int, ReplayClass] = {}
+    for entry in entries:
+        first = found.get(id(entry.recording))
+        replays = entry.replays + (first.replays if first is not None else 0)
+        found[id(entry.recording)] = dataclasses.replace(first or entry, replays=replays)
+    return list(found.values())
 
 
 def _counts(ledger: Any) -> dict[str, Any]:
@@ -129,19 +147,36 @@ def _workspaces(program: Program, planner: GraphPlanner, table: ReplayTable) -> 
 
 
 def _text(facts: dict[str, Any]) -> str:
-    lines = [f"{facts['name']}: {facts['classes']} classes" + (f" of a catalog of {facts['catalog']}" if facts.get("catalog") else "") + (", sealed" if facts.get("sealed") else "")]
-    lines.append(f"  replays {facts['replays']}, captures {facts['captures']} ({facts['late_captures']} after the seal) in {facts['capture_seconds']:.1f} s")
+    lines = [
+        f"{facts['name']}: {facts['classes']} classes"
+        + (f" of a catalog of {facts['catalog']}" if facts.get("catalog") else "")
+        + (", sealed" if facts.get("sealed") else "")
+    ]
+    lines.append(
+        f"  replays {facts['replays']}, captures {facts['captures']} ({facts['late_captures']} after the seal) in {facts['capture_seconds']:.1f} s"
+    )
     for what in ("misses", "refusals", "invalidations"):
         for reason, count in sorted(facts[what].items()):
             lines.append(f"  {what[:-1] if what != 'misses' else 'miss'} {reason}: {count}")
             lines += [f"      {detail}" for detail in list(facts["details"].get(reason, {}))[:3] if detail]
     lines.append(f"  states adopted {facts['adoptions']}, evacuated {facts['evacuations']}")
     if facts.get("bytes"):
-        lines.append("  bytes (MiB): " + ", ".join(f"{k.replace('_', ' ')} {v / _MIB:.2f}" for k, v in facts["bytes"].items()))
+        lines.append(
+            "  bytes (MiB): " + ", ".join(f"{k.replace('_', ' ')} {v / _MIB:.2f}" for k, v in facts["bytes"].items())
+        )
     if facts["latency_us"]:
         lines.append("  host time of a call (us): " + ", ".join(f"{k} {v:.1f}" for k, v in facts["latency_us"].items()))
     rows = [("class", "replays", "capture s", "staging B", "pool MiB")]
-    rows += [(c["class"], str(c["replays"]), f"{c['capture_seconds']:.2f}", str(c["staging_bytes"]), f"{c['pool_bytes'] / _MIB:.1f}") for c in facts["class_table"]]
+    rows += [
+        (
+            c["class"],
+            str(c["replays"]),
+            f"{c['capture_seconds']:.2f}",
+            str(c["staging_bytes"]),
+            f"{c['pool_bytes'] / _MIB:.1f}",
+        )
+        for c in facts["class_table"]
+    ]
     lines += aligned(rows, indent="  ")
     if facts.get("retention"):
         lines.append("  retention: " + "; ".join(f"{k}: {v}" for k, v in facts["retention"].items()))

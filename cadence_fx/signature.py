@@ -14,7 +14,19 @@ from cadence_fx._torch import ambient_state
 
 # Vectorised kernels look at most at this alignment, in bytes; the allocator gives every fresh tensor at least as much.
 ALIGNMENT = 16
-_SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_SCALARS = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 
 
 class Unkeyable(Exception):
@@ -48,7 +60,9 @@ def scalar_key(value: Any) -> tuple[Any, ...]:
     return (type(value), repr(value) if isinstance(value, (float, complex)) else value)
 
 
-def call_key(args: Sequence[Any], regions: Sequence[int], staged: Sequence[int], scalars: Sequence[int], device_type: str) -> tuple[Any, ...]:
+def call_key(
+    args: Sequence[Any], regions: Sequence[int], staged: Sequence[int], scalars: Sequence[int], device_type: str
+) -> tuple[Any, ...]:
     """The flat key of one call.
 
     Args:
@@ -67,6 +81,27 @@ def call_key(args: Sequence[Any], regions: Sequence[int], staged: Sequence[int],
     for i in scalars:
         key.append(scalar_key(args[i]))
     return tuple(key)
+
+
+def compare(known: dict[str, tuple[Any, ...]], found: dict[str, tuple[Any, ...]]) -> tuple[str, str] | None:
+    """How a call differs from a known one of the same sizes: (reason, words), or None.
+
+    Both map an argument's accessor to its `tensor_key` or `region_key`; the ambient state goes under the empty name.
+    """
+    for name, key in found.items():
+        other = known.get(name)
+        if other is None or other == key:
+            continue
+        if name == "":
+            return "mode", "grad, inference, autocast, precision or determinism settings are not those of warm-up"
+        for part, reason in zip(range(len(key)), _PARTS if len(key) == len(_PARTS) else _STATE_PARTS, strict=True):
+            if key[part] != other[part]:
+                return reason, f"{name} has {reason} {key[part]}, and {other[part]} was captured"
+    return None
+
+
+_PARTS = ("shape", "stride", "dtype", "device", "alignment")
+_STATE_PARTS = ("shape", "dtype", "device")
 
 
 def describe(tensor: torch.Tensor) -> str:

@@ -37,7 +37,9 @@ class Carry:
         like: a tensor that gives dtype and device; storage is an inference tensor exactly if inference mode is on now.
     """
 
-    def __init__(self, name: str, shape: Sequence[int], axis: int | None, capacity: int, like: torch.Tensor, ledger: Ledger) -> None:
+    def __init__(
+        self, name: str, shape: Sequence[int], axis: int | None, capacity: int, like: torch.Tensor, ledger: Ledger
+    ) -> None:
         self.name = name
         self.axis = axis
         self.capacity = capacity

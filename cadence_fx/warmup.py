@@ -10,18 +10,37 @@ from __future__ import annotations
 import inspect
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from cadence_fx import paths
-from cadence_fx._torch import CompileSite, backend_error, compile_wrapper_of, mark_dynamic, original_of, patient_tracing
+from cadence_fx._torch import (
+    CompileSite,
+    backend_error,
+    compile_wrapper_of,
+    copy_marks,
+    mark_dynamic,
+    original_of,
+    patient_tracing,
+)
 from cadence_fx.backend import contract_of
 from cadence_fx.binding import Instance, declared_path
 from cadence_fx.catalog import CatalogEntry
 from cadence_fx.contract import Region
-from cadence_fx.errors import AxisOutOfRange, CatalogMismatch, ContractError, NotCompiled, UnexplainedSize, UnknownArgument, WrongModule
+from cadence_fx.errors import (
+    AxisOutOfRange,
+    CadenceError,
+    CatalogMismatch,
+    ContractError,
+    NotCompiled,
+    NotServed,
+    UnexplainedSize,
+    UnknownArgument,
+    WrongModule,
+)
 from cadence_fx.program import Program
 
 _QUIET_SECONDS = 2.0
@@ -61,15 +80,21 @@ def warm_up(compiled: Any, *args: Any, progress: bool | None = None, **kwargs: A
     from cadence_fx.report import report
 
     program = program_of(compiled, "warm_up")
+    if program.contract is None:
+        raise ContractError(
+            "warm_up() captures a contract's catalog, and no contract is declared; pass options={'contract': ...} to torch.compile or use cadence_fx.declare",
+            field="contract",
+        )
     original = original_of(compiled)
     call = _Call(program, compiled, original, args, kwargs)
     call.check()
-    entries: Sequence[CatalogEntry | None] = program.catalog.entries if program.contract is not None else [None]
+    entries = program.catalog.entries
     tell = _Progress(len(entries) + 1, program.name, progress)
+    program.unseal()
     with _Untouched(original, program), patient_tracing():
         try:
             for entry in entries:
-                tell.step(str(entry) if entry is not None else "one class")
+                tell.step(str(entry))
                 call.watch(entry)
                 call.capture(entry)
             tell.step("as called by the user")
@@ -79,9 +104,6 @@ def warm_up(compiled: Any, *args: Any, progress: bool | None = None, **kwargs: A
             if inner is error:
                 raise
             raise inner from error
-    missing = [entry for entry in program.catalog if entry not in call.served]
-    if missing:
-        raise CatalogMismatch(missing)
     program.seal()
     tell.done(program)
     return report(compiled)
@@ -90,8 +112,11 @@ def warm_up(compiled: Any, *args: Any, progress: bool | None = None, **kwargs: A
 class _Call:
     """Makes calls of the compiled callable at any catalog entry out of one example call."""
 
-    def __init__(self, program: Program, compiled: Any, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.program = program
+    def __init__(
+        self, program: Program, compiled: Any, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        assert program.contract is not None  # warm_up has refused a program without one
+        self.program, self.contract = program, program.contract
         self.compiled = compiled
         self.module = original if isinstance(original, torch.nn.Module) else None
         target = original.forward if self.module is not None else original
@@ -99,32 +124,44 @@ class _Call:
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise ContractError(f"the example call does not fit the compiled callable: {error}", field="args") from error
+            raise ContractError(
+                f"the example call does not fit the compiled callable: {error}", field="args"
+            ) from error
         self.example: dict[str, Any] = bound.arguments
         self.args, self.kwargs = args, kwargs
-        self.served: set[CatalogEntry] = set()
         self._generator = torch.Generator().manual_seed(0)
 
     # -- checks before anything runs ----------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Compare the declaration with the callable and the example call."""
-        contract = self.program.contract
-        if contract is None:
-            return
+        contract = self.contract
         names = list(self.signature.parameters)
         named = [r.argument for r in contract.regions if r.argument] + [i.argument for i in contract.inputs]
         unknown = [a for a in named if paths.parse(a)[0] not in names]
         attributes = [r for r in contract.regions if r.attribute is not None]
         if contract.regions and len(unknown) == len(named) == len(contract.regions) + len(contract.inputs) > 1:
-            raise WrongModule(contract.name or repr(contract), ", ".join(named), type(self.module).__name__ if self.module is not None else "function")
+            raise WrongModule(
+                contract.name or repr(contract),
+                ", ".join(named),
+                type(self.module).__name__ if self.module is not None else "function",
+            )
         if unknown:
             region = next((r.name for r in contract.regions if r.argument == unknown[0]), None)
             raise UnknownArgument(unknown[0], names, region=region)
         for region in attributes:
             if self.module is None or not paths.expand(self.module, declared_path(region)):
-                known = [n for n, _ in self.module.named_buffers()] + list(vars(self.module)) if self.module is not None else []
-                raise UnknownArgument(region.attribute or "", [k for k in known if not k.startswith("_")], field="attribute", region=region.name)
+                known = (
+                    [n for n, _ in self.module.named_buffers()] + list(vars(self.module))
+                    if self.module is not None
+                    else []
+                )
+                raise UnknownArgument(
+                    region.attribute or "",
+                    [k for k in known if not k.startswith("_")],
+                    field="attribute",
+                    region=region.name,
+                )
         for region in contract.regions:
             for path, leaf in self._leaves(region):
                 self._check_leaf(region, path, leaf)
@@ -138,14 +175,25 @@ class _Call:
 
     def _check_leaf(self, region: Region, path: paths.Path, leaf: Any) -> None:
         if not isinstance(leaf, torch.Tensor):
-            raise ContractError(f"{paths.spell(path)} is {type(leaf).__name__}; warm-up needs a state tensor at its starting extent", field="argument" if region.argument else "attribute", region=region.name)
+            raise ContractError(
+                f"{paths.spell(path)} is {type(leaf).__name__}; warm-up needs a state tensor at its starting extent",
+                field="argument" if region.argument else "attribute",
+                region=region.name,
+            )
         for axis in region.axes:
             if not -leaf.dim() <= axis < leaf.dim():
                 raise AxisOutOfRange(paths.spell(path), axis, list(leaf.shape), region=region.name)
         if region.frame_axis is not None and region.persistent:
-            size, reached = leaf.shape[region.frame_axis], sorted({e.extent_of(region.name) for e in self.program.catalog})
+            size, reached = (
+                leaf.shape[region.frame_axis],
+                sorted({e.extent_of(region.name) for e in self.program.catalog}),
+            )
             if size not in reached:
-                raise ContractError(f"axis {region.frame_axis} of {paths.spell(path)} has {size} in the example call; the declared extents are {reached}", field="start", region=region.name)
+                raise ContractError(
+                    f"axis {region.frame_axis} of {paths.spell(path)} has {size} in the example call; the declared extents are {reached}",
+                    field="start",
+                    region=region.name,
+                )
 
     def _leaves(self, region: Region) -> Iterator[tuple[paths.Path, Any]]:
         root: Any = self.example if region.argument is not None else self.module
@@ -154,29 +202,43 @@ class _Call:
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
-    def watch(self, entry: CatalogEntry | None) -> None:
+    def watch(self, entry: CatalogEntry) -> None:
         """One eager call, to see which output of which graph is which state."""
         self.program.watching = True
         self._capturing(False)
         try:
             result = self._call(entry)
+        except Exception as error:
+            inner = backend_error(error)
+            if isinstance(inner, CadenceError) or entry == self.program.catalog.entries[0]:
+                raise
+            raise ContractError(self._suspects(entry, inner), field="regions") from error
         finally:
             self.program.watching = False
             self._capturing(True)
+        self._refuse_unexplained()
         self._recognise(result)
 
-    def capture(self, entry: CatalogEntry | None) -> None:
+    def capture(self, entry: CatalogEntry) -> None:
         """One call that captures its class."""
-        graphs = self.program.graphs
-        before = [len(table.classes) + len(table.refused) for _, table in graphs]
         self._call(entry)
-        if entry is None or self.program.contract is None:
-            return
-        after = [len(table.classes) + len(table.refused) for _, table in graphs]
-        if after[: len(before)] != before or any(entry in planner.serves and table.classes for planner, table in graphs):
-            self.served.add(entry)
-            return
-        self._explain(entry)
+        if entry not in self.program.settled:
+            self._explain(entry)
+
+    def _suspects(self, entry: CatalogEntry, error: BaseException) -> str:
+        """The code works at the example's extents and fails at another declared point: something that grows is not declared."""
+        declared = {
+            paths.parse(a)[0]
+            for a in (*(r.argument for r in self.contract.regions), *(i.argument for i in self.contract.inputs))
+            if a
+        }
+        tensors = [
+            k
+            for k, v in self.example.items()
+            if k not in declared and any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(v))
+        ]
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        return f"the code fails at the declared call {entry}: {first}. Arguments that are not declared and may have to grow: {', '.join(tensors) or 'none'}"
 
     def as_given(self) -> None:
         """The user's own example call: its layouts may be another Dynamo graph than the carries' are."""
@@ -187,24 +249,41 @@ class _Call:
 
     def _explain(self, entry: CatalogEntry) -> None:
         """A declared call that was not captured: say why as an error, since this is before traffic."""
-        for planner, _ in self.program.graphs:
-            if planner.binding.unexplained:
-                first = planner.binding.unexplained[0]
-                contract = self.program.contract
-                assert contract is not None
-                raise UnexplainedSize(first.accessor, first.axis, first.size, [c.name for c in contract.clocks], location=first.location)
-        raise CatalogMismatch([entry], [f"{reason}: {detail}" for reason, seen in self.program.ledger.details.items() for detail in seen])
+        ledger = self.program.ledger
+        for reason in ledger.misses:
+            if reason not in ("watched", "undeclared_extents"):
+                raise NotServed(entry, reason, "; ".join(ledger.details.get(reason, {})))
+        raise CatalogMismatch([entry])
 
-    def _call(self, entry: CatalogEntry | None) -> Any:
+    def _refuse_unexplained(self) -> None:
+        """In the declared stream only declared sizes vary, so a symbol that no clock explains is a mistake."""
+        for planner, _ in self.program.graphs:
+            for first in planner.binding.unexplained:
+                raise UnexplainedSize(
+                    first.accessor,
+                    first.axis,
+                    first.size,
+                    [c.name for c in self.contract.clocks],
+                    location=first.location,
+                )
+
+    def _call(self, entry: CatalogEntry) -> Any:
         arguments = {k: _cloned(v) for k, v in self.example.items()}
-        contract = self.program.contract
-        if entry is None or contract is None:
-            return self._invoke(arguments)
+        contract = self.contract
         for declared in contract.inputs:
             period = contract.clock(declared.clock).period
             size = declared.size(period if period is not None else entry.advance_of(declared.clock))
             for path in paths.expand(arguments, paths.parse(declared.argument)):
-                arguments = paths.put(arguments, path, self._sized(paths.get(arguments, path), declared.axis, size, len(contract.advances_of(declared.clock)) > 1 if period is None else False))
+                arguments = paths.put(
+                    arguments,
+                    path,
+                    self._sized(
+                        paths.get(arguments, path),
+                        declared.axis,
+                        size,
+                        len(contract.advances_of(declared.clock)) > 1 if period is None else False,
+                    ),
+                )
         for region in contract.regions:
             if not region.persistent or region.mutability != "carry":
                 continue
@@ -273,7 +352,11 @@ class _Call:
             pattern = paths.parse(region.result) if isinstance(region.result, str) else (region.result,)
             if pattern == (0,) and isinstance(result, torch.Tensor):
                 return result
-            stars = [step for step, declared in zip(instance.path, declared_path(region), strict=True) if declared == paths.ANY]
+            stars = [
+                step
+                for step, declared in zip(instance.path, declared_path(region), strict=True)
+                if declared == paths.ANY
+            ]
             concrete = tuple(stars.pop(0) if step == paths.ANY else step for step in pattern)
             return paths.get(result, concrete)
         except (LookupError, IndexError):
@@ -308,7 +391,9 @@ class _Untouched:
         self._rng = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         for name, module in self._module.named_modules() if self._module is not None else ():
-            plain = {k: _shallow(v) for k, v in vars(module).items() if k not in ("_parameters", "_modules", "_buffers")}
+            plain = {
+                k: _shallow(v) for k, v in vars(module).items() if k not in ("_parameters", "_modules", "_buffers")
+            }
             buffers = dict(module._buffers)
             self._attributes.append((module, plain, buffers))
             prefix = paths.parse(name) if name else ()
@@ -342,7 +427,7 @@ def _shallow(value: Any) -> Any:
 
 def _cloned(value: Any) -> Any:
     """Containers of tensors, cloned: warm-up never writes into the caller's own arguments."""
-    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.clone(), value)
+    return pytree.tree_map_only(torch.Tensor, lambda t: copy_marks(t, t.clone()), value)
 
 
 class _Progress:
@@ -358,9 +443,17 @@ class _Progress:
         elapsed = time.perf_counter() - self._start
         if self._wanted and elapsed > _QUIET_SECONDS:
             left = elapsed / max(1, self._done - 1) * (self._total - self._done + 1)
-            print(f"{self._name}: warming up {self._done}/{self._total}, {elapsed:.0f} s, about {left:.0f} s left: {what}", file=sys.stderr, flush=True)
+            print(
+                f"{self._name}: warming up {self._done}/{self._total}, {elapsed:.0f} s, about {left:.0f} s left: {what}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def done(self, program: Program) -> None:
         elapsed = time.perf_counter() - self._start
         if self._wanted and elapsed > _QUIET_SECONDS:
-            print(f"{self._name}: {program.ledger.captures} classes captured in {elapsed:.1f} s, sealed", file=sys.stderr, flush=True)
+            print(
+                f"{self._name}: {program.ledger.captures} classes captured in {elapsed:.1f} s, sealed",
+                file=sys.stderr,
+                flush=True,
+            )
