@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import cadence_fx
 from bench import vendor
 from cadence_fx.adapters import contract_for
 from cadence_fx.adapters.token2wav import FLUSH_TOKENS, ConformerStep, FlowStep, Geometry, Token2WavStream
@@ -22,6 +23,7 @@ pytestmark = [
 ]
 
 SIZES = vendor.SMALL
+TINY = replace(SIZES, depth=1, steps=2, blocks=1)  # for what has to be traced
 RELEASED = Geometry(prompt=302, steps=10)
 
 
@@ -273,7 +275,7 @@ def test_the_steps_trace_to_one_graph_each_with_the_vendors_bytes() -> None:
         graphs.append(gm)
         return gm.forward
 
-    pair = Pair()
+    pair = Pair(TINY)
     stream = pair.stream
     stream.flow = torch.compile(
         FlowStep(stream.token2wav.flow.decoder, stream.geometry), backend=counting, fullgraph=True
@@ -285,6 +287,75 @@ def test_the_steps_trace_to_one_graph_each_with_the_vendors_bytes() -> None:
     for _ in range(5):
         pair.call()
     assert graphs
+
+
+def steps_of(stream: Token2WavStream) -> list[Any]:
+    return [stream.conformer[False], stream.flow]
+
+
+def test_compiled_every_declared_call_replays_and_has_the_vendors_bytes() -> None:
+    pair = Pair(TINY, backend=cadence_fx.cadence)
+    pair.start()
+    before = {name: value.clone() for name, value in pair.stream.token2wav.stream_cache.items()}
+    reports = pair.stream.warm_up(cadence_fx.warm_up)
+    assert [report["classes"] for report in reports] == [3, 3]
+    after = pair.stream.token2wav.stream_cache
+    assert all(bytes_equal(value, after[name]) for name, value in before.items())
+    for normal, final in [(2, 5), (5, 28), (1, 1), (4, 3)]:
+        for _ in range(normal):
+            pair.call()
+        pair.call(final, last_chunk=True)
+        pair.start()
+    for step in steps_of(pair.stream):
+        report = cadence_fx.report(step)
+        assert (report["replays"], report["late_captures"]) == (12, 0)
+        assert set(report["retention"].values()) == {"proved"}
+    assert pair.stream.eager_calls == {"priming": 1, "undeclared size": 4}
+
+
+def test_compiled_declared_flushes_replay_too() -> None:
+    pair = Pair(TINY, backend=cadence_fx.cadence, flush=(9,))
+    pair.start()
+    reports = pair.stream.warm_up(cadence_fx.warm_up)
+    assert [report["classes"] for report in reports] == [6, 6, 6]  # three extents, 25 or 9 fresh tokens
+    for normal in (1, 2, 4):
+        for _ in range(normal):
+            pair.call()
+        pair.call(9, last_chunk=True)
+        pair.start()
+        pair.call(12)
+        pair.start()
+    assert pair.stream.eager_calls == {"priming": 1}
+    late = [cadence_fx.report(step)["late_captures"] for step in (*steps_of(pair.stream), pair.stream.conformer[True])]
+    assert late == [0, 0, 0]
+
+
+def test_compiled_streams_pass_the_audit() -> None:
+    pair = Pair(TINY, backend=cadence_fx.cadence)
+    pair.start()
+    pair.stream.warm_up(cadence_fx.warm_up)
+    conformer, flow = steps_of(pair.stream)
+    with cadence_fx.audit(conformer) as encoded, cadence_fx.audit(flow) as solved:
+        for _ in range(2):
+            for _ in range(4):
+                pair.call()
+            pair.start()
+    assert encoded.calls == solved.calls == 8
+
+
+def test_a_turn_reset_by_clones_is_adopted() -> None:
+    """MiniCPM-o's way: clones made outside inference mode, which the backend has not seen before."""
+    pair = Pair(TINY, backend=cadence_fx.cadence)
+    pair.start()
+    pair.stream.warm_up(cadence_fx.warm_up)
+    bound = pair.stream.token2wav
+    base = [{k: v.clone() for k, v in cache.items()} for cache in (bound.stream_cache, bound.hift_cache_dict)]
+    for _ in range(2):
+        bound.stream_cache, bound.hift_cache_dict = ({k: v.clone() for k, v in cache.items()} for cache in base)
+        vendor.start_turn(pair.reference)
+        for _ in range(4):
+            pair.call()
+    assert [cadence_fx.report(step)["late_captures"] for step in steps_of(pair.stream)] == [0, 0]
 
 
 def test_importing_the_adapter_does_not_import_the_vendor() -> None:
