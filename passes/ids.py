@@ -70,9 +70,7 @@ class IdRun:
     operator that makes it so. Raises ``NotFollowed``.
     """
 
-    def __init__(
-        self, graph: fx.Graph, facts: GraphFacts, constants: Constants, old: fx.Node, target: fx.Node
-    ) -> None:
+    def __init__(self, graph: fx.Graph, facts: GraphFacts, constants: Constants, old: fx.Node, target: fx.Node) -> None:
         self.leaves: list[Leaf] = []
         self.undecided: list[fx.Node] = []
         self._facts = facts

@@ -83,9 +83,7 @@ def schedule(moves: Sequence[Move], geometries: Sequence[Geometry]) -> list[Move
         )
         if ready is None:
             # A cycle. The smallest source that stands in somebody's way is copied out of it.
-            blocked = [
-                m for m in work if any(_destroys(other, m, geometries) for other in work if other is not m)
-            ]
+            blocked = [m for m in work if any(_destroys(other, m, geometries) for other in work if other is not m)]
             smallest = min(blocked, key=lambda m: m.piece.numel)
             work[work.index(smallest)] = replace(smallest, scratch=True)
             continue
@@ -102,8 +100,7 @@ def _destroys(writer: Move, reader: Move, geometries: Sequence[Geometry]) -> boo
         return True
     start, size = reader.source_box()
     return all(
-        a < b + m and b < a + n
-        for a, n, b, m in zip(start, size, writer.piece.start, writer.piece.size, strict=True)
+        a < b + m and b < a + n for a, n, b, m in zip(start, size, writer.piece.start, writer.piece.size, strict=True)
     )
 
 

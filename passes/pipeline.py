@@ -89,9 +89,7 @@ def _op_counts(gm: fx.GraphModule) -> Counter[str]:
     return Counter(str(node.target) for node in gm.graph.nodes if node.op == "call_function")
 
 
-def _report(
-    name: str, modified: bool, seconds: float, before: tuple[str, Counter[str]], gm: fx.GraphModule
-) -> None:
+def _report(name: str, modified: bool, seconds: float, before: tuple[str, Counter[str]], gm: fx.GraphModule) -> None:
     code, counts = before
     if not modified:
         text = f"{name}: unchanged ({seconds * 1e3:.1f} ms)"

@@ -101,9 +101,7 @@ def test_registration(monkeypatch: pytest.MonkeyPatch) -> None:
         register_pass(object())  # type: ignore[arg-type]
 
 
-def test_debug_switch_shows_both_graphs(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_debug_switch_shows_both_graphs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "cadence_fx.passes"):
         run_passes(graph(), PassContext(), [Negate()])
         assert not caplog.text

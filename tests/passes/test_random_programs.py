@@ -94,9 +94,7 @@ programs = st.builds(
     st.lists(st.tuples(st.sampled_from(OPERATIONS), numbers, numbers, numbers, numbers), max_size=12).map(tuple),
     st.tuples(*[st.integers(0, 15)] * 4),
 )
-SETTINGS = settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
+SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
 @SETTINGS

@@ -10,9 +10,7 @@ from cadence_fx.passes import Proved, prove_retention, run_passes
 from tests.passes.spellings import SPELLINGS, Case, cases, program
 from tests.passes.toolbox import assert_same_bytes, context, run_on_carries, slot, trace
 
-SETTINGS = settings(
-    max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
+SETTINGS = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
 def check_bytes(case: Case, frames: list[int]) -> None:
@@ -32,9 +30,7 @@ def test_right_is_proved_and_keeps_its_bytes(spelling: str, data: st.DataObject)
     case = data.draw(cases(spelling))
     function = program(case, case.frames())
     gm = trace(function, *case.examples())
-    verdict = prove_retention(
-        gm, slot(gm, "state_1", 1, case.axis, retention=case.retention, advance=case.advance)
-    )
+    verdict = prove_retention(gm, slot(gm, "state_1", 1, case.axis, retention=case.retention, advance=case.advance))
     assert isinstance(verdict, Proved), verdict
     assert verdict.spans == case.retention.survivors(case.extent, case.advance)
     check_bytes(case, case.frames())
@@ -49,8 +45,6 @@ def test_wrong_is_never_proved_and_still_keeps_its_bytes(case: Case, data: st.Da
     wrong = data.draw(st.lists(st.integers(0, case.extent + case.advance - 1), min_size=size, max_size=size))
     assume(wrong != right)
     gm = trace(program(case, wrong), *case.examples())
-    verdict = prove_retention(
-        gm, slot(gm, "state_1", 1, case.axis, retention=case.retention, advance=case.advance)
-    )
+    verdict = prove_retention(gm, slot(gm, "state_1", 1, case.axis, retention=case.retention, advance=case.advance))
     assert not isinstance(verdict, Proved), verdict
     check_bytes(case, wrong)
