@@ -98,15 +98,26 @@ def _prove(graph: fx.Graph, facts: GraphFacts, constants: Constants, slot: Regio
 
 def _compare(declared: tuple[Span, ...], frames: list[_Frame], result: fx.Node) -> Verdict:
     expected = [(span.source == "old", index) for span in declared for index in range(span.start, span.stop)]
+    doubt: Unproved | None = None
     for position, (frame, (old, index)) in enumerate(zip(frames, expected, strict=False)):
-        if old and not frame.old and frame.leaf is not None and frame.leaf.from_state:
-            # It may or may not compute the very bytes it read.
-            return _unproved("computes what the policy says is kept", frame.leaf.node)
-        if frame.old != old or frame.index not in (index, None):
+        if frame.old == old and frame.index in (index, None):
+            continue
+        if not frame.old and frame.leaf is not None and (reason := _doubt(frame.leaf, old, frames, expected)):
+            doubt = doubt or _unproved(reason, frame.leaf.node)  # a position that surely differs says more
+        else:
             return Contradicted(declared, _spans(frames, expected), position)
     if len(frames) != len(expected):
         return Contradicted(declared, _spans(frames, expected), min(len(frames), len(expected)))
-    return Proved(_spans(frames, expected))
+    return doubt or Proved(_spans(frames, expected))
+
+
+def _doubt(leaf: Leaf, old: bool, frames: list[_Frame], expected: Sequence[tuple[bool, int]]) -> str | None:
+    """Why a fresh frame that is not the declared frame may be right all the same."""
+    if old:  # it may compute the very bytes that it read
+        return "computes what the policy says is kept" if leaf.from_state else None
+    # The dimension that seems to count frames may count something else, unless it does so all along the run.
+    run = [frame.index for frame, (kept, _) in zip(frames, expected, strict=False) if not (frame.old or kept)]
+    return "may hold another fresh frame than the policy keeps" if len(set(run)) < max(len(run), 2) else None
 
 
 def _unproved(reason: str, node: fx.Node) -> Unproved:

@@ -60,9 +60,20 @@ def test_fresh_frames_in_the_wrong_order() -> None:
 
 
 def test_stale_fresh_frame() -> None:
-    """Of three fresh frames the oldest is kept, where the newest is declared."""
+    """Of two fresh frames the older is kept, where the newer is declared."""
     found = verdict(lambda x, cache: (x[:, :1],), KeepLast(1), examples=(X, CACHE[:, :1]))
-    assert isinstance(found, Contradicted)
+    assert isinstance(found, Unproved) and "another fresh frame" in found.reason
+
+
+def test_dimension_of_the_same_size_that_counts_no_frames() -> None:
+    """Keys and values are stacked in a dimension of size two, as there are two fresh frames."""
+
+    def values(x: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
+        ahead = torch.cat([x, x], 1) * 2  # four frames, two of them look-ahead
+        both = torch.stack([ahead + 1, ahead - 1]) * 3
+        return (torch.cat([cache, both[1][:, :2]], 1)[:, -6:],)
+
+    assert not isinstance(verdict(values), Contradicted)
 
 
 def test_computed_frames_are_fresh() -> None:
@@ -70,6 +81,16 @@ def test_computed_frames_are_fresh() -> None:
         return (torch.cat([cache, F.linear(x, weight) + cache.mean(1, keepdim=True)], 1)[:, -6:],)
 
     assert isinstance(verdict(project, examples=(X, CACHE, torch.randn(4, 4))), Proved)
+
+
+def test_order_is_contradicted_though_fresh_frames_read_the_state() -> None:
+    """The fresh frames might be anything, the old ones are surely not where the policy has them."""
+
+    def prepend(x: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
+        return (torch.cat([x + cache.mean(1, keepdim=True), cache], 1)[:, :6],)
+
+    found = verdict(prepend)
+    assert isinstance(found, Contradicted) and found.position == 2
 
 
 def test_heads_that_change_places_are_no_frame() -> None:

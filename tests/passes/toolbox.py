@@ -16,8 +16,6 @@ from cadence_fx.contract import Region
 from cadence_fx.passes import PassContext, RegionSlot
 from cadence_fx.retention import KeepLast, Retention
 
-torch.set_grad_enabled(False)
-
 
 def trace(function: Callable[..., object], *examples: Tensor) -> fx.GraphModule:
     """A static pre-dispatch aten graph of ``function``, placeholders named after its arguments with ``_1``."""
@@ -76,11 +74,12 @@ def run_on_carries(gm: fx.GraphModule, ctx: PassContext, inputs: Sequence[Tensor
             continue
         old = values[region.placeholder]
         shape = next(node for node in placeholders if node.name == region.destination).meta["val"].shape
-        carry = torch.zeros(max(old.numel(), prod(shape)), dtype=old.dtype)
+        carry = old.new_zeros(max(old.numel(), prod(shape)))
         carry.view(torch.uint8).fill_(0xA5)
         values[region.placeholder] = carry[: old.numel()].view(old.shape).copy_(old)
         values[region.destination] = carry[: prod(shape)].view(shape)
-    return flat_outputs(gm(*[values[node.name] for node in placeholders]))
+    with torch.no_grad():
+        return flat_outputs(gm(*[values[node.name] for node in placeholders]))
 
 
 def assert_same_bytes(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
