@@ -172,7 +172,7 @@ def on_module(module: type[nn.Module], stride: int, regions: tuple[Region, ...],
     )
 
 
-def kept(name: str, axis: Any, start: int | None, retention: Retention, result: Any = 1, **options: Any) -> Region:
+def kept(name: str, axis: Any, start: int, retention: Retention, result: Any = 1, **options: Any) -> Region:
     """A region passed as the argument ``name`` and returned; on the clock ``frames`` unless ``options`` differ."""
     return Region(
         name,
@@ -183,7 +183,7 @@ def kept(name: str, axis: Any, start: int | None, retention: Retention, result: 
     )
 
 
-def own(name: str, axis: int, start: int | None, retention: Retention, **options: Any) -> Region:
+def own(name: str, axis: int, start: int, retention: Retention, **options: Any) -> Region:
     """A region that is the module attribute ``name``."""
     return Region(
         name, axis=axis, start=start, retention=retention, **{"attribute": name, "clock": "frames", **options}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import cadence_fx
 from cadence_fx.errors import UnexplainedSize
-from tests.harness import BACKEND, Pair, assert_same, compile_with
+from tests.harness import BACKEND, Pair, assert_same, byte_view, compile_with
 from tests.streams import BY_NAME, Run
 
 
@@ -162,6 +162,34 @@ def test_calls_from_other_threads() -> None:
     assert not errors, errors
     pair.check_kept()
     assert pair.missed() == Counter()
+
+
+def test_two_threads_with_a_stream_each() -> None:
+    """Calls of one binding are serialised; which stream's state is in the carry changes at any time."""
+    stream = BY_NAME["AppendLast"]
+    pair = Pair(stream)
+    start, failures = threading.Barrier(2), []
+
+    def work(seed: int) -> None:
+        with torch.no_grad():
+            eager, live = Run(stream, pair.eager.module), Run(stream, pair.live.module, pair.step)
+            eager.restart(seed)
+            live.restart(seed)
+            kept = []
+            start.wait()
+            for i in range(60):
+                x = eager.inputs(100 * seed + i, stream.calls[0])
+                kept.append((live.call(*x), eager.call(*x), live.state[0].clone(), eager.state[0]))
+        pairs = ((i, a, e) for i, (y, z, s, t) in enumerate(kept) for a, e in ((y, z), (s, t)))
+        failures.extend((seed, i) for i, a, e in pairs if not byte_view(a).equal(byte_view(e)))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert pair.since("replays") + pair.missed().total() == 120
 
 
 def test_a_held_state_of_an_earlier_turn_keeps_its_bytes() -> None:

@@ -1,0 +1,240 @@
+"""States in the shapes that users give them: shared, expanded, kept and reused, in lists, dicts and odd dtypes."""
+
+import copy
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import cadence_fx
+from cadence_fx.errors import ContractError
+from cadence_fx.retention import KeepLast
+from tests.harness import Pair, assert_same, compile_with, counts
+from tests.streams import BY_NAME, Stream, frames, kept, noise, on_argument, on_module, own
+from tests.toys import B, C, Toy
+
+
+@pytest.fixture(autouse=True)
+def _serving() -> None:
+    torch.set_grad_enabled(False)
+
+
+def played(stream: Stream, turns: int = 3, calls: int = 6) -> Pair:
+    pair = Pair(stream)
+    for turn in range(turns):
+        pair.restart(turn)
+        for _ in range(calls):
+            pair.call()
+    pair.check_kept()
+    assert pair.missed() == Counter()
+    assert pair.since("late_captures") == 0
+    assert all(len(seen) == 1 for seen in pair.addresses.values())
+    return pair
+
+
+@pytest.mark.parametrize("name", ["AppendLast", "PromptPrepend", "LayerList", "SolverStack", "ConvContext"])
+def test_one_start_state_for_every_turn(name: str) -> None:
+    """The usual reset: a start state made once and passed again. It is never written and never stale."""
+    pair = Pair(BY_NAME[name])
+    start = pair.live.state
+    before = copy.deepcopy(start)
+    for _ in range(4):
+        pair.live.state, pair.eager.state = start, copy.deepcopy(before)
+        for _ in range(4):
+            pair.call()
+    pair.check_kept()
+    for a, b in zip(torch.utils._pytree.tree_leaves(start), torch.utils._pytree.tree_leaves(before), strict=True):
+        assert_same(a, b, "the start state")
+    assert pair.missed() == Counter()
+
+
+@pytest.mark.parametrize("name", ["LayerList", "LayerAttributes"])
+def test_all_layers_start_from_one_tensor(name: str) -> None:
+    """`[zeros] * layers`: one tensor object in the place of several states."""
+    pair = Pair(BY_NAME[name])
+    for turn in range(3):
+        pair.restart(turn)
+        for run in (pair.eager, pair.live):
+            if name == "LayerList":
+                run.state = ([run.state[0][0]] * 3,)
+            else:
+                for layer in run.module.layers:
+                    layer.hist = run.module.layers[0].hist
+        for _ in range(5):
+            pair.call()
+    pair.check_kept()
+
+
+def test_an_expanded_start_state() -> None:
+    pair = Pair(BY_NAME["AppendLast"])
+    for turn in range(3):
+        row = noise(torch.Generator().manual_seed(turn), 1, 1, C)
+        pair.live.state, pair.eager.state = (row.expand(B, 2, C),), (row.expand(B, 2, C),)
+        for _ in range(5):
+            pair.call()
+    pair.check_kept()
+
+
+def test_special_values_keep_their_bits() -> None:
+    """NaN payloads, negative zero, infinities and subnormals, in the input and in the state."""
+    bits = torch.tensor([0x7FC01234, -0x00400000 + 0x5678, -0x80000000, 0x7F800000, 1, 0x7F801111], dtype=torch.int32)
+    special = bits.view(torch.float32).repeat(B * 3 * C // 6 + 1)
+
+    class Moves(nn.Module):
+        def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+            raw = torch.cat([cache, x], 1)
+            return raw.flip(1) * 1.0, raw[:, -7:]
+
+    stream = on_argument(Moves, 3, kept("cache", 1, 2, KeepLast(7)), (B, 2, C))
+    pair = played(stream, turns=1)
+    pair.live.state, pair.eager.state = ((special[: B * 2 * C].reshape(B, 2, C).clone(),) for _ in range(2))
+    for _ in range(4):
+        pair.feed(special[: B * 3 * C].reshape(B, 3, C).clone())
+    pair.check_kept()
+    assert pair.missed() == Counter()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool])
+def test_dtypes(dtype: torch.dtype) -> None:
+    def made(g: torch.Generator, *shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=g) * 5).to(dtype)
+
+    class AnyType(nn.Module):
+        def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+            raw = torch.cat([cache, x.roll(1, 2)], 1)
+            return raw.float().cumsum(1).sin(), raw[:, -7:]
+
+    stream = on_argument(AnyType, 3, kept("cache", 1, 2, KeepLast(7)), (B, 2, C))
+    played(replace(stream, fresh=lambda g: (made(g, B, 2, C),), inputs=lambda g, a: (made(g, B, a["frames"], C),)))
+
+
+class OutputIsState(Toy):
+    def __init__(self, how: str = "itself") -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        new = torch.cat([cache, self.attend(x, cache)], 1)[:, -8:]
+        if self.how == "the old one":
+            return cache, new
+        return {"itself": new, "a slice": new[:, :], "a view": new.unsqueeze(0), "detached": new.detach()}[
+            self.how
+        ], new
+
+
+class OutputIsAttribute(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hist = torch.ones(B, 2, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hist = torch.cat([self.hist, self.attend(x, self.hist)], 1)[:, -8:]
+        return self.hist
+
+
+def outputs_survive(stream: Stream) -> None:
+    pair = Pair(stream)
+    pair.strides = False
+    for _ in range(10):
+        pair.call()
+    pair.check_kept()
+    assert pair.missed() == Counter()
+
+
+def output_is_state(how: str) -> Stream:
+    class Toy(OutputIsState):
+        def __init__(self) -> None:
+            super().__init__(how)
+
+    return on_argument(Toy, 3, kept("cache", 1, 2, KeepLast(8)), (B, 2, C))
+
+
+@pytest.mark.parametrize("how", ["itself", "a slice", "a view", "detached"])
+def test_an_output_that_is_the_state(how: str) -> None:
+    """One tensor leaves as output and as state; the user keeps the output."""
+    outputs_survive(output_is_state(how))
+
+
+def test_an_output_that_is_the_old_state() -> None:
+    """The call consumes the state it is given, and this code hands it out again: exact, or refused before traffic."""
+    try:
+        outputs_survive(output_is_state("the old one"))
+    except ContractError as error:
+        assert error.region == "cache"
+
+
+def test_an_output_that_is_the_attribute() -> None:
+    region = own("hist", 1, 2, KeepLast(8))
+    outputs_survive(
+        on_module(OutputIsAttribute, 3, (region,), lambda g: {"hist": noise(g, B, 2, C)}, lambda m: {"hist": [m.hist]})
+    )
+
+
+class ListOnModule(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.caches = [torch.ones(B, 2, C) for _ in range(2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(2):
+            raw = torch.cat([self.caches[i], self.key(x)], 1)
+            x = x + self.attend(x, raw)
+            self.caches[i] = raw[:, -7:]
+        return x
+
+
+class DictOnModule(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {"k": torch.ones(B, 2, C), "v": torch.ones(B, 2, C)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        k = torch.cat([self.state["k"], self.key(x)], 1)
+        v = torch.cat([self.state["v"], x.tanh()], 1)
+        self.state = {"k": k[:, -7:], "v": v[:, -7:]}
+        return F.scaled_dot_product_attention(self.query(x), k, v)
+
+
+def test_a_list_on_the_module() -> None:
+    def fresh(g: torch.Generator) -> dict[str, Any]:
+        return {"caches": [noise(g, B, 2, C) for _ in range(2)]}
+
+    region = own("caches", 1, 2, KeepLast(7), attribute="caches[*]")
+    played(on_module(ListOnModule, 3, (region,), fresh, lambda m: {"caches": list(m.caches)}))
+
+
+def test_a_dict_rebound_on_the_module() -> None:
+    def fresh(g: torch.Generator) -> dict[str, Any]:
+        return {"state": {"k": noise(g, B, 2, C), "v": noise(g, B, 2, C)}}
+
+    regions = tuple(own(name, 1, 2, KeepLast(7), attribute=f"state['{name}']") for name in "kv")
+    played(on_module(DictOnModule, 3, regions, fresh, lambda m: {name: [m.state[name]] for name in "kv"}))
+
+
+class Decoder(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hist = torch.ones(B, 2, C)
+
+    def decode(self, x: Tensor) -> Tensor:
+        self.hist = torch.cat([self.hist, self.key(x)], 1)[:, -8:]
+        return self.attend(x, self.hist)
+
+
+def test_a_bound_method() -> None:
+    """`torch.compile(model.decode)`: the state is an attribute of the object that the method belongs to."""
+    module = Decoder()
+    eager = copy.deepcopy(module)
+    step = compile_with(module.decode, replace(BY_NAME["Rebound"].contract, regions=(own("hist", 1, 2, KeepLast(8)),)))
+    cadence_fx.warm_up(step, torch.randn(B, 3, C))
+    before = counts(step)
+    for i in range(10):
+        (x,) = frames(torch.Generator().manual_seed(i), {"frames": 3})
+        assert_same(step(x), eager.decode(x), f"call {i}")
+        assert_same(module.hist, eager.hist, f"state {i}")
+    after = counts(step)
+    assert after["misses"] == before["misses"] and after["replays"] == before["replays"] + 10
