@@ -52,20 +52,23 @@ class Snapshot:
                 self._pairs.append((head, _to_host(head)))
         for i in set(plan.mutated) - set(plan.staged):
             self._pairs.append((static_args[i], _to_host(static_args[i])))
-        self._host_generator = torch.get_rng_state()
-        self._device_generator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        # Where the graph tells that nothing is drawn, the generators are left alone: other threads may be using them.
+        watched = plan.draws is None
+        self._host_generator = torch.get_rng_state() if watched else None
+        self._device_generator = torch.cuda.get_rng_state(device) if watched and device.type == "cuda" else None
 
     def restore(self) -> None:
         """Put every byte and every generator back."""
         for target, saved in self._pairs:
             target.copy_(saved)
-        torch.set_rng_state(self._host_generator)
+        if self._host_generator is not None:
+            torch.set_rng_state(self._host_generator)
         if self._device_generator is not None:
             torch.cuda.set_rng_state(self._device_generator, self._device)
 
     def generators_moved(self) -> bool:
-        """Whether anything has been drawn since."""
-        if not torch.equal(self._host_generator, torch.get_rng_state()):
+        """Whether anything has been drawn since, as far as that is watched."""
+        if self._host_generator is not None and not torch.equal(self._host_generator, torch.get_rng_state()):
             return True
         return self._device_generator is not None and not torch.equal(
             self._device_generator, torch.cuda.get_rng_state(self._device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -238,6 +239,8 @@ class GraphPlanner:
         try:
             rewritten = run_passes(aten, context, default_passes())
             plan.runs.append(("rewritten in place", rewritten.forward))
+            # The last pass has refused every operator that is tagged as drawing.
+            plan.draws = False if _all_known(aten.graph) else None
         except PassFailed as error:
             log.warning("%s: %s", program.ledger.name, error)
             plan.notes.append(str(error))
@@ -436,6 +439,12 @@ class GraphPlanner:
         for i, evaluate in self._ints.items():
             outputs[i] = evaluate(args)
         return outputs
+
+
+def _all_known(graph: fx.Graph) -> bool:
+    """Whether every operator is PyTorch's own, so that its tags tell whether it draws."""
+    calls = [node.target for node in graph.nodes if node.op == "call_function"]
+    return all(target is operator.getitem or getattr(target, "namespace", "") in ("aten", "prims") for target in calls)
 
 
 def key_of(plan: Plan, signature: dict[str, tuple[Any, ...]]) -> Any:

@@ -61,6 +61,8 @@ class Plan:
         staged: indices of arguments copied in on each call.
         mutated: indices of fixed or staged arguments the code writes.
         regions: the states.
+        draws: whether the computation draws random numbers, as far as its graph tells; None when nothing is known, and
+            then the generators are watched while it runs.
         fingerprint: of the computation, with arguments by name: equal ones compute the same thing.
     """
 
@@ -73,6 +75,7 @@ class Plan:
     regions: list[RegionUse] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     fingerprint: str | None = None
+    draws: bool | None = None
 
     def predicted_bytes(self, args: Sequence[Any]) -> int:
         """Bytes of the inputs that are neither aliased nor fixed."""

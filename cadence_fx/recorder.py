@@ -92,6 +92,12 @@ class DevicePool:
             return cls._pools[device]
 
     @classmethod
+    def discard(cls, device: torch.device) -> None:
+        """Forget one device's pool; classes captured in it live on, later ones get a new pool."""
+        with cls._guard:
+            cls._pools.pop(device, None)
+
+    @classmethod
     def teardown(cls) -> None:
         """Forget every pool; memory goes back once the graphs that used it are gone."""
         with cls._guard:
@@ -108,6 +114,7 @@ def record(run: Run, device: torch.device) -> Recording:
     if device.type != "cuda":
         return HostRecording(run)
     pool = DevicePool.of(device)
+    generator = torch.cuda.default_generators[device.index or 0]
     with pool.lock, torch.cuda.device(device):
         pool.stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(pool.stream):
@@ -117,7 +124,15 @@ def record(run: Run, device: torch.device) -> Recording:
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
         before = torch.cuda.memory_reserved(device)
-        with torch.cuda.graph(graph, pool=pool.handle, stream=pool.stream, capture_error_mode="thread_local"):
-            outputs = run()
+        state = generator.clone_state()
+        try:
+            with torch.cuda.graph(graph, pool=pool.handle, stream=pool.stream, capture_error_mode="thread_local"):
+                outputs = run()
+        except BaseException:
+            # A capture that fails leaves the generator registered as capturing (every later draw would raise) and its pool
+            # open: the generator gets a state object that was never captured, the next class a pool of its own.
+            generator.graphsafe_set_state(state)
+            DevicePool.discard(device)
+            raise
         torch.cuda.synchronize(device)
         return CudaRecording(graph, outputs, max(0, torch.cuda.memory_reserved(device) - before))
