@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import statistics
 import sys
 import time
@@ -75,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(1)  # kernels this small lose more than they gain by a second thread
     sizes = vendor.RELEASED if options.released else SIZES
     if options.device != "cpu":  # the vocoder does not repeat from run to run under stock flags
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.deterministic = True
 

@@ -61,8 +61,14 @@ class Worker:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _peak_mib(self) -> float:
-        return torch.cuda.max_memory_allocated() / MIB if self.device.type == "cuda" else 0.0
+    def _peaks(self) -> dict[str, float]:
+        """Peaks of the allocator; memory that graphs hold for their own use counts as reserved only."""
+        if self.device.type != "cuda":
+            return {"peak_mib": 0.0, "reserved_mib": 0.0}
+        return {
+            "peak_mib": torch.cuda.max_memory_allocated() / MIB,
+            "reserved_mib": torch.cuda.max_memory_reserved() / MIB,
+        }
 
     def warm(self) -> dict[str, Any]:
         """Primes, installs, and runs the turn that is compared; ends with the peak counter at zero."""
@@ -73,7 +79,7 @@ class Worker:
         seconds = time.perf_counter() - start
         checked = self.turn(0, CHECK_CHUNKS)
         self.subject.seal()
-        peak = self._peak_mib()
+        peak = self._peaks()["peak_mib"]
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -109,8 +115,12 @@ class Worker:
             times.append((time.perf_counter() - start) * 1e3)
         return statistics.median(times[2:])
 
-    def finish(self) -> dict[str, Any]:
-        return {"peak_mib": self._peak_mib(), "misses": self.subject.misses(), "host_us": self.subject.host_us()}
+    def counters(self) -> dict[str, Any]:
+        return {**self._peaks(), "misses": self.subject.misses()}
+
+    def host_us(self) -> dict[str, float]:
+        """Launches graphs out of order, so it comes after the last comparison."""
+        return {name: round(value, 1) for name, value in self.subject.host_us().items()}
 
 
 def _serve(connection: Connection, variant: str, settings: Settings) -> None:
@@ -162,61 +172,82 @@ class Remote:
         self._process.join(timeout=30)
 
 
-def measure(names: list[str], settings: Settings) -> dict[str, dict[str, Any]]:
-    """All variants, interleaved turn by turn; a variant that fails has an "error" and nothing else."""
-    remotes = {name: Remote(name, settings) for name in names}
-    results: dict[str, dict[str, Any]] = {}
-    for remote in remotes.values():  # warm-ups run side by side: nothing is timed yet
-        remote.ask("warm")
-    for name, remote in remotes.items():
-        try:
-            results[name] = {**remote.answer(), "ms": [], "bytes_equal": True}
-        except RuntimeError as error:
-            results[name] = {"error": str(error)}
-        print(f"{name}: {results[name].get('error') or 'warm'}", file=sys.stderr, flush=True)
-    reference = {0: results["B0"]}
-    for turn in range(1, settings.turns + 1):
-        for name in [name for name in names if "error" not in results[name]]:
+class Session:
+    """All variants, interleaved turn by turn. A variant that fails has an "error" from then on, and nothing else."""
+
+    def __init__(self, names: list[str], settings: Settings) -> None:
+        self.settings = settings
+        self.remotes = {name: Remote(name, settings) for name in names}
+        self.results: dict[str, dict[str, Any]] = {name: {} for name in names}
+
+    def _each(self, method: str, *arguments: Any, together: bool = False) -> dict[str, Any]:
+        """One request to every variant that still runs: one after the other, unless nothing is timed."""
+        running = [name for name, result in self.results.items() if "error" not in result]
+        answers = {}
+        if together:
+            for name in running:
+                self.remotes[name].ask(method, *arguments)
+        for name in running:
             try:
-                played = remotes[name].call("turn", turn)
-            except RuntimeError as error:
-                results[name] = {"error": str(error)}
-                continue
-            results[name]["ms"] += played["ms"]
-            reference.setdefault(turn, played)
-            for compared, theirs in ((results[name], reference[0]), (played, reference[turn])):
-                results[name]["bytes_equal"] &= all(compared[key] == theirs[key] for key in ("mel", "state"))
-    for name, result in results.items():
-        if "error" not in result:
-            result.update(remotes[name].call("finish"))  # launches graphs out of order: after the last comparison
-    if "error" not in results["B0"]:
-        results["B0"]["vocoder_ms"] = remotes["B0"].call("vocoder")
-    for remote in remotes.values():
-        remote.close()
-    return results
+                answers[name] = self.remotes[name].answer() if together else self.remotes[name].call(method, *arguments)
+            except (RuntimeError, OSError) as error:
+                self.results[name] = {"error": str(error)}
+            if method != "counters":
+                print(f"{method} {name}: {self.results[name].get('error', 'done')}", file=sys.stderr, flush=True)
+        return answers
+
+    def _compare(self, played: dict[str, Any]) -> None:
+        if (reference := played.get("B0")) is None:
+            raise SystemExit("B0 failed, and every other variant is compared with it")
+        for name, answer in played.items():
+            self.results[name]["bytes_equal"] &= all(answer[key] == reference[key] for key in ("mel", "state"))
+
+    def warm(self) -> None:
+        played = self._each("warm", together=True)
+        for name, answer in played.items():
+            self.results[name] = {
+                "ms": [],
+                "bytes_equal": True,
+                "warmup_s": round(answer["warmup_s"], 1),
+                "warmup_peak_mib": round(answer["warmup_peak_mib"], 1),
+            }
+        self._compare(played)
+
+    def turn(self, turn: int) -> None:
+        played = self._each("turn", turn)
+        for name, answer in played.items():
+            self.results[name]["ms"] += answer["ms"]
+        self._compare(played)
+        for name, answer in self._each("counters", together=True).items():
+            self.results[name].update(answer)
+
+    def finish(self) -> float:
+        """Host times into the results; returns the vocoder's milliseconds."""
+        for name, answer in self._each("host_us").items():
+            self.results[name]["host_us"] = answer
+        vocoder: float = self.remotes["B0"].call("vocoder")
+        for remote in self.remotes.values():
+            remote.close()
+        return vocoder
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        return {name: _row(result) for name, result in self.results.items()}
 
 
-def summary(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    rows: dict[str, dict[str, Any]] = {}
-    for name, result in results.items():
-        if "error" in result:
-            rows[name] = {"error": result["error"]}
-            continue
-        times = sorted(result["ms"])
-        quartiles = statistics.quantiles(times, n=4)
-        rows[name] = {
-            "median_ms": round(statistics.median(times), 3),
-            "p95_ms": round(times[int(0.95 * (len(times) - 1))], 3),
-            "iqr_ms": round(quartiles[2] - quartiles[0], 3),
-            "repeats": len(times),
-            "peak_mib": round(result["peak_mib"], 1),
-            "warmup_peak_mib": round(result["warmup_peak_mib"], 1),
-            "warmup_s": round(result["warmup_s"], 1),
-            "bytes_equal": result["bytes_equal"],
-            "misses": result["misses"],
-            "host_us": {key: round(value, 1) for key, value in result["host_us"].items()},
-        }
-    return rows
+def _row(result: dict[str, Any]) -> dict[str, Any]:
+    if "error" in result:
+        return {"error": result["error"]}
+    times = sorted(result["ms"])
+    low, _, high = statistics.quantiles(times, n=4)
+    spread = {"iqr_ms": round(high - low, 3), "min_ms": round(times[0], 3), "max_ms": round(times[-1], 3)}
+    return {
+        "median_ms": round(statistics.median(times), 3),
+        "p95_ms": round(times[int(0.95 * (len(times) - 1))], 3),
+        **spread,
+        "repeats": len(times),
+        **{name: round(result[name], 1) for name in ("peak_mib", "reserved_mib", "warmup_peak_mib", "warmup_s")},
+        **{name: result[name] for name in ("bytes_equal", "misses", "host_us") if name in result},
+    }
 
 
 def ratios(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
@@ -225,26 +256,21 @@ def ratios(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
     ours = rows.get("SRc", {}).get("median_ms")
     if ours is None:
         return {}
-    return {
-        label: round(rows[name]["median_ms"] / ours, 3)
-        for label, name in named.items()
-        if "median_ms" in rows.get(name, {})
-    }
+    timed = {label: rows[name] for label, name in named.items() if "median_ms" in rows.get(name, {})}
+    return {label: round(row["median_ms"] / ours, 3) for label, row in timed.items()}
+
+
+COLUMNS = ("median_ms", "p95_ms", "iqr_ms", "peak_mib", "reserved_mib", "warmup_peak_mib", "warmup_s")
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    lines = [
-        f"{'variant':<16}{'median ms':>10}{'p95 ms':>10}{'peak MiB':>10}{'warm MiB':>10}{'warm s':>8}  bytes  misses"
-    ]
+    lines = ["variant         " + "".join(f"{name:>17}" for name in COLUMNS) + "  bytes   misses"]
     for name, row in rows.items():
         if "error" in row:
-            lines.append(f"{name:<16}  {row['error'][:90]}")
+            lines.append(f"{name:<16}  {row['error'][:110]}")
             continue
-        lines.append(
-            f"{name:<16}{row['median_ms']:>10.2f}{row['p95_ms']:>10.2f}{row['peak_mib']:>10.0f}"
-            f"{row['warmup_peak_mib']:>10.0f}{row['warmup_s']:>8.1f}  {'equal' if row['bytes_equal'] else 'DIFFER':<6} "
-            f" {row['misses'] or 'none'}"
-        )
+        figures = "".join(f"{row[column]:>17.2f}" for column in COLUMNS)
+        lines.append(f"{name:<16}{figures}  {'equal ' if row['bytes_equal'] else 'DIFFER'}  {row['misses'] or 'none'}")
     return "\n".join(lines)
 
 
@@ -272,6 +298,7 @@ def main() -> None:
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated; B0 is always run")
     parser.add_argument("--chunks", type=int, default=50, help="calls in a turn")
     parser.add_argument("--turns", type=int, default=4, help="timed turns, each begun by a reset")
+    parser.add_argument("--tag", default="", help="ending of the result's file name, for runs of some variants only")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     names = list(dict.fromkeys(["B0", *options.variants.split(",")]))
@@ -280,9 +307,7 @@ def main() -> None:
     sizes = vendor.SMALL if options.small else vendor.RELEASED
     settings = Settings(sizes, options.device, options.chunks, options.turns)
 
-    results = measure(names, settings)
-    rows = summary(results)
-    report = {
+    report: dict[str, Any] = {
         "bench": "token2wav" + (" (small)" if options.small else ""),
         **environment(options.device),
         "protocol": {
@@ -293,16 +318,25 @@ def main() -> None:
             "timed": "Token2wav.stream up to the vocoder, synchronised clock, one process a variant, interleaved turns",
             "primed_state": "on the host in every variant",
         },
-        "vocoder_ms": results["B0"].get("vocoder_ms"),
-        "variants": rows,
-        "ratios": ratios(rows),
     }
-    print(table(rows), f"ratios: {report['ratios']}", sep="\n")
-    options.out.mkdir(parents=True, exist_ok=True)
-    name = re.sub(r"[^a-z0-9]+", "_", f"{report['device']}{'_small' if options.small else ''}".lower())
+    words = (report["device"], "small" if options.small else "", options.tag)
+    name = "_".join(re.sub(r"[^a-z0-9]+", "_", word.lower()) for word in words if word)
     path = options.out / f"token2wav_{name}.json"
-    path.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"written: {path}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(session: Session) -> None:
+        rows = session.rows()
+        report.update(variants=rows, ratios=ratios(rows))
+        path.write_text(json.dumps(report, indent=2) + "\n")
+
+    session = Session(names, settings)
+    session.warm()
+    for turn in range(1, settings.turns + 1):
+        session.turn(turn)
+        write(session)  # whatever stops a long run leaves the turns before it
+    report["vocoder_ms"] = round(session.finish(), 3)
+    write(session)
+    print(table(report["variants"]), f"ratios: {report['ratios']}", f"written: {path}", sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,44 @@
+"""The Token2Wav benchmark runs, compares bytes, and writes what its readers expect."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import vendor
+from bench.token2wav import ratios, table
+
+ROOT = Path(__file__).resolve().parents[2]
+ROW = {
+    "median_ms", "p95_ms", "iqr_ms", "min_ms", "max_ms", "repeats", "peak_mib", "reserved_mib", "warmup_peak_mib",
+    "warmup_s", "bytes_equal", "misses", "host_us",
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not vendor.available(), reason="the vendor package stepaudio2-minicpmo is not installed")
+def test_a_small_run_writes_equal_bytes_and_every_figure(tmp_path: Path) -> None:
+    options = {"device": "cpu", "variants": "S,Rc", "chunks": "3", "turns": "2", "tag": "smoke", "out": str(tmp_path)}
+    command = [sys.executable, "-m", "bench.token2wav", "--small"] + [f"--{k}={v}" for k, v in options.items()]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    report = json.loads((tmp_path / "token2wav_cpu_small_smoke.json").read_text())
+    assert {"bench", "device", "driver", "torch", "commit", "protocol", "variants", "ratios"} <= report.keys()
+    assert list(report["variants"]) == ["B0", "S", "Rc"]
+    for row in report["variants"].values():
+        assert row.keys() == ROW
+        assert (row["bytes_equal"], row["repeats"], row["misses"]) == (True, 6, {})
+    assert "equal" in run.stdout
+
+
+def test_ratios_name_what_was_measured_only() -> None:
+    rows = {"B0": {"median_ms": 200.0}, "SRc": {"median_ms": 50.0}, "reduce-overhead": {"error": "does not compile"}}
+    assert ratios(rows) == {"eager/cadence": 4.0}
+    assert ratios({"B0": {"median_ms": 1.0}}) == {}
+
+
+def test_a_failed_variant_has_its_error_in_the_table() -> None:
+    assert "cudagraphs        RuntimeError: no" in table({"cudagraphs": {"error": "RuntimeError: no"}})
