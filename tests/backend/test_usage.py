@@ -168,7 +168,8 @@ def test_two_threads_with_a_stream_each() -> None:
     """Calls of one binding are serialised; which stream's state is in the carry changes at any time."""
     stream = BY_NAME["AppendLast"]
     pair = Pair(stream)
-    start, failures = threading.Barrier(2), []
+    start = threading.Barrier(2)
+    failures: list[tuple[int, int]] = []
 
     def work(seed: int) -> None:
         with torch.no_grad():
