@@ -238,7 +238,7 @@ class Token2WavStream:
         snapshot: where the primed state waits for the next turn; the host by default, to spare device memory.
 
     Raises:
-        ContractError: the prompt cannot be declared, or the object is configured for float16.
+        ContractError: the prompt cannot be declared, the object is bound already, or it is configured for float16.
     """
 
     STATE = ("conformer_cnn_cache", "conformer_token_cache", "conformer_att_cache", "estimator_cnn_cache",
@@ -255,6 +255,8 @@ class Token2WavStream:
         if token2wav.float16:
             raise ContractError("streaming in float16 fails in the decoder as released; use float32", field="float16")
         flow = token2wav.flow
+        if "inference_chunk" in vars(flow):
+            raise ContractError("this decoder is bound already: unbind the other stream first", field="token2wav")
         self.token2wav, self.snapshot = token2wav, snapshot
         self.geometry = Geometry(
             token2wav.cache[3].shape[1], token2wav.n_timesteps, flow.up_rate, flow.pre_lookahead_len, flush=tuple(flush)
@@ -329,18 +331,21 @@ class Token2WavStream:
         self._workspaces.release()
         self.token2wav.stream_cache = None
 
+    def _check(self, prompt: int, steps: int) -> None:
+        if (prompt, steps) != (self.geometry.prompt, self.geometry.steps):
+            raise ContractError(
+                f"bound for a prompt of {self.geometry.prompt} frames and {self.geometry.steps} solver steps, given "
+                f"{prompt} and {steps}: unbind, and bind again",
+                field="prompt",
+            )
+
     def _speaker(self, speaker: Tensor) -> Tensor:
         return self.token2wav.flow.spk_embed_affine_layer(nn.functional.normalize(speaker, dim=1))
 
     @torch.inference_mode()
     def _setup_cache(self, token: Tensor, mel: Tensor, spk: Tensor, n_timesteps: int = 10) -> State:
         """In place of the flow model's `setup_cache`: the same prompt pass, its result as declared regions."""
-        if (mel.shape[1], n_timesteps) != (self.geometry.prompt, self.geometry.steps):
-            raise ContractError(
-                f"bound for a prompt of {self.geometry.prompt} frames and {self.geometry.steps} solver steps, given "
-                f"{mel.shape[1]} and {n_timesteps}: unbind, and bind to the new prompt",
-                field="prompt",
-            )
+        self._check(mel.shape[1], n_timesteps)
         self.eager_calls["priming"] += 1
         cache = self._vendor_setup(token, mel, spk, n_timesteps)
         tokens, frames = self.plain_conformer[False].unpack(cache["conformer_att_cache"])
@@ -355,16 +360,17 @@ class Token2WavStream:
         self, token: Tensor, spk: Tensor, cache: State, last_chunk: bool = False, n_timesteps: int = 10
     ) -> tuple[Tensor, State]:
         """In place of the flow model's `inference_chunk`: mel (1, channels, f) and the next state, already trimmed."""
+        self._check(self.geometry.prompt, n_timesteps)
+        if missing := [name for name in self.STATE if name not in cache]:
+            raise ContractError(f"this cache was not made while bound, it has no {missing[0]}: start the stream again")
         flow, conformer = self.flow, self.conformer[last_chunk]
         if not self.geometry.declares(token.shape[1], last_chunk):
             self.eager_calls["undeclared size"] += 1
             flow, conformer = self.plain_flow, self.plain_conformer[last_chunk]
         # Dynamo tells inference tensors from others and would compile again for the first call of a turn.
-        token, spk, *states = (
-            given if given.is_inference() else given.clone()
-            for given in (token, spk, *map(cache.__getitem__, self.STATE))
+        token, cnn, tokens, frames, solver_cnn, solver_att = (
+            given if given.is_inference() else given.clone() for given in (token, *(cache[name] for name in self.STATE))
         )
-        cnn, tokens, frames, solver_cnn, solver_att = states
         mu, cnn, tokens, frames = conformer(token, cnn, tokens, frames)
         mel, solver_cnn, solver_att = flow(mu, self._speaker(spk), torch.zeros_like(mu), solver_cnn, solver_att)
         return mel, dict(zip(self.STATE, (cnn, tokens, frames, solver_cnn, solver_att), strict=True))

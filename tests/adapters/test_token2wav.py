@@ -253,6 +253,25 @@ def test_another_prompt_needs_another_binding(pair: Pair) -> None:
         vendor.start_turn(bound)
 
 
+def test_other_solver_steps_need_another_binding(pair: Pair) -> None:
+    pair.stream.token2wav.n_timesteps = 2
+    with pytest.raises(ContractError, match="bound for a prompt of 104 frames and 3 solver steps, given 104 and 2"):
+        pair.stream.stream(vendor.build_tokens(1, 28)[0])
+
+
+def test_a_cache_from_before_binding_is_refused() -> None:
+    token2wav = vendor.build_token2wav(SIZES)
+    vendor.start_turn(token2wav)
+    stream = Token2WavStream(token2wav)
+    with pytest.raises(ContractError, match="not made while bound"):
+        stream.stream(vendor.build_tokens(1, 28)[0])
+
+
+def test_one_decoder_is_bound_once(pair: Pair) -> None:
+    with pytest.raises(ContractError, match="bound already"):
+        Token2WavStream(pair.stream.token2wav)
+
+
 def test_a_failing_call_leaves_the_state_as_it_was(pair: Pair) -> None:
     pair.call()
     with pytest.raises(IndexError):

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,11 @@ def test_a_small_run_writes_equal_bytes_and_every_figure(tmp_path: Path) -> None
 
 
 def test_ratios_name_what_was_measured_only() -> None:
-    rows = {"B0": {"median_ms": 200.0}, "SRc": {"median_ms": 50.0}, "reduce-overhead": {"error": "does not compile"}}
+    rows: dict[str, dict[str, Any]] = {
+        "B0": {"median_ms": 200.0},
+        "SRc": {"median_ms": 50.0},
+        "reduce-overhead": {"error": "does not compile"},
+    }
     assert ratios(rows) == {"eager/cadence": 4.0}
     assert ratios({"B0": {"median_ms": 1.0}}) == {}
 
