@@ -11,7 +11,7 @@ from torch import Tensor
 
 import cadence_fx
 from cadence_fx.errors import UnexplainedSize
-from tests.harness import BACKEND, Pair, assert_same, byte_view, compile_with
+from tests.harness import BACKEND, Pair, assert_same, byte_view, compile_with, counts
 from tests.streams import BY_NAME, Run
 
 
@@ -90,6 +90,21 @@ def test_chunks_cut_from_one_recording() -> None:
         pair.feed(recording[..., 6 * i : 6 * i + 6])
     pair.check_kept()
     assert pair.missed().total() + pair.since("replays") == 16
+
+
+def test_chunks_cut_from_one_recording_warmed_up_with_one() -> None:
+    """The example call of the warm-up has the layout of the traffic, so that layout is captured."""
+    stream = BY_NAME["ConvContext"]
+    pair = Pair(stream, warm=False)
+    recording = torch.randn(2, 8, 8 * 16)[..., : 6 * 16]  # rows of 512 bytes
+    pair.restart(0)
+    cadence_fx.warm_up(pair.step, recording[..., :6], *pair.live.state)
+    pair.before = counts(pair.step)
+    for i in range(0, 16, 2):  # chunks that start at multiples of 48 bytes, as the example does at 0
+        pair.feed(recording[..., 6 * i : 6 * i + 6])
+    pair.check_kept()
+    assert pair.missed() == Counter()
+    assert pair.since("replays") == 8
 
 
 def test_a_function_over_a_module() -> None:
