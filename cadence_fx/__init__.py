@@ -30,6 +30,7 @@ from cadence_fx.errors import WrongModule as WrongModule
 from cadence_fx.replay import ExactShapeReplay as ExactShapeReplay
 from cadence_fx.report import Report as Report
 from cadence_fx.report import report as report
+from cadence_fx.restore import restore as restore
 from cadence_fx.retention import KeepLast as KeepLast
 from cadence_fx.retention import Pinned as Pinned
 from cadence_fx.retention import PromptPlusLast as PromptPlusLast
@@ -71,5 +72,6 @@ __all__ = [
     "cadence",
     "declare",
     "report",
+    "restore",
     "warm_up",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,12 @@ from torch._dynamo.output_graph import OutputGraph
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+tree_flatten = pytree.tree_flatten
+tree_unflatten = pytree.tree_unflatten
+tree_leaves = pytree.tree_leaves
+tree_map_only = pytree.tree_map_only
 
 CompileWrapper = getattr(torch, "_TorchCompileWrapper")  # noqa: B009 - private, kept in one place
 OptimizedModule = torch._dynamo.eval_frame.OptimizedModule
@@ -36,12 +43,16 @@ class CompileSite:
         wrapper: the object that one `torch.compile` call owns; None for a backend called by hand.
         module, module_name: the `nn.Module` whose method is being compiled and the local that holds it.
         values: the locals of the frame being compiled.
+        results: graph node name -> how often its value leaves the frame (in the result, in attributes, in containers).
+        returned_inputs: names of graph inputs that leave it as they came.
     """
 
     wrapper: Any | None = None
     module: torch.nn.Module | None = None
     module_name: str | None = None
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    results: Counter[str] = dataclasses.field(default_factory=Counter)
+    returned_inputs: set[str] = dataclasses.field(default_factory=set)
 
 
 def compile_site() -> CompileSite:
@@ -60,13 +71,55 @@ def compile_site() -> CompileSite:
             first = root.f_code.co_varnames[:1] if root.f_code.co_argcount else ()
             if first and isinstance(site.values.get(first[0]), torch.nn.Module):
                 site.module, site.module_name = site.values[first[0]], first[0]
+            # A frame whose results cannot be read is treated like one that returns everything once.
+            with contextlib.suppress(Exception):
+                _read_results(owner, site)
             break
         frame = frame.f_back  # type: ignore[assignment]
     return site
 
 
+def _read_results(output: OutputGraph, site: CompileSite) -> None:
+    """Count what leaves the frame. Dynamo gives two equal results one graph output, so the graph alone cannot tell."""
+    effects = output.side_effects
+    leaving = list(output.root_tx.stack)
+    for attributes in effects.store_attr_mutations.values():
+        leaving += list(attributes.values())
+    seen: set[int] = set()
+    nodes = _tensor_nodes(leaving, seen)
+    changed = [v for v in effects.id_to_variable.values() if _contents(v) is not None and effects.is_modified(v)]
+    site.results = Counter(n.name for n in (*nodes, *_tensor_nodes(changed, seen)) if n.op != "placeholder")
+    site.returned_inputs = {n.name for n in nodes if n.op == "placeholder"}
+
+
+def _contents(variable: Any) -> list[Any] | None:
+    """Elements of a list, tuple or dict in Dynamo's picture of it."""
+    items = getattr(variable, "items", None)
+    if isinstance(items, dict):
+        return list(items.values())
+    return list(items) if isinstance(items, (list, tuple)) else None
+
+
+def _tensor_nodes(variables: list[Any], seen: set[int]) -> list[fx.Node]:
+    """Graph nodes of the tensors in Dynamo's picture of some values; `seen` containers are not entered again."""
+    found: list[fx.Node] = []
+    pending = list(variables)
+    while pending:
+        variable = pending.pop()
+        variable = variable.realize() if hasattr(variable, "realize") else variable
+        node = getattr(getattr(variable, "proxy", None), "node", None)
+        contents = _contents(variable)
+        if isinstance(node, fx.Node):
+            found.append(node)
+        elif contents is not None and id(variable) not in seen:
+            seen.add(id(variable))
+            pending += contents
+    return found
+
+
 def compile_wrapper_of(compiled: Any) -> Any | None:
-    """The object that one `torch.compile` call owns, from what that call returned (or from a module compiled in place)."""
+    """The object that one `torch.compile` call owns, from what that call returned (or from a module compiled in
+    place)."""
     if isinstance(compiled, torch.nn.Module) and not isinstance(compiled, OptimizedModule):
         compiled = compiled._compiled_call_impl
     contexts = []
@@ -100,8 +153,8 @@ def owner_of(wrapper: Any | None) -> Any | None:
 def own(wrapper: Any, owner: Any) -> None:
     """Tie an object to one `torch.compile` call.
 
-    Dynamo compares these calls by value and lets two equal ones (two modules of one class under equal contracts) share compiled
-    code. The owner becomes part of what it compares, so each call gets its own.
+    Dynamo compares these calls by value and lets two equal ones (two modules of one class under equal contracts)
+    share compiled code. The owner becomes part of what it compares, so each call gets its own.
     """
     wrapper.kwargs = {**wrapper.kwargs, "options": {**(wrapper.kwargs.get("options") or {}), _OWNER: owner}}
 
@@ -116,6 +169,12 @@ def original_of(compiled: Any) -> Any:
     if isinstance(compiled, OptimizedModule):
         return compiled._orig_mod
     return getattr(compiled, "_torchdynamo_orig_callable", compiled)
+
+
+def module_of(original: Any) -> torch.nn.Module | None:
+    """The module that was compiled, or whose method was."""
+    owner = original if isinstance(original, torch.nn.Module) else getattr(original, "__self__", None)
+    return owner if isinstance(owner, torch.nn.Module) else None
 
 
 # -- what Dynamo knows about a graph ----------------------------------------------------------------------------------
@@ -227,6 +286,13 @@ def storage_owners(tensor: torch.Tensor) -> int:
 
 
 # -- ambient state ----------------------------------------------------------------------------------------------------
+
+
+AMBIENT = (
+    "grad mode", "inference mode", "autocast", "default dtype", "deterministic algorithms", "float32 matmul precision",
+    "cuDNN TF32", "cuDNN benchmark", "cuDNN deterministic", "fp16 reduced precision", "bf16 reduced precision",
+    "flash SDPA", "memory-efficient SDPA", "math SDPA", "cuDNN SDPA",
+)  # fmt: skip
 
 
 def ambient_state(device_type: str) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """Audit: the stock computation beside the rewritten one, on every call (paper section 3.6).
 
-Every output, every state and every tensor the code writes is compared byte for byte; the first difference stops the stream with
-the region, the axis, the range of indices and the number of the call.
+Every output, every state and every tensor the code writes is compared byte for byte; the first difference stops the
+stream with the region, the axis, the range of indices and the number of the call.
 """
 
 from __future__ import annotations
@@ -67,16 +67,16 @@ class _Auditor:
         _set_generators(generators)
         found = planner.finish(table(args), args)
         self._ledger.calls += 1
-        states = {i: key[0] for key, i in planner.outputs_of.items() if i is not None}
+        states = {i: key[0] for key, i in planner.pairing.outputs.items() if i is not None}
         axes = {instance.region.name: instance.axis for instance in planner.binding.instances}
         for i, (right, mine) in enumerate(zip(expected, found, strict=True)):
             name = states.get(i)
             self._compare(f"region {name}" if name is not None else f"output {i}", axes.get(name or ""), right, mine)
         for entry in planner.binding.inputs:
-            if isinstance(args[entry.index], torch.Tensor) and entry.role != "region":
-                if not self._program.is_scratch(entry.origin):
-                    self._compare(f"argument {entry.accessor}", None, stock_args[entry.index], args[entry.index])
-        in_place = [inst for inst in planner.binding.instances if planner.outputs_of.get(inst.key, 0) is None]
+            scratch = self._program.is_scratch(entry.origin)
+            if isinstance(args[entry.index], torch.Tensor) and entry.role != "region" and not scratch:
+                self._compare(f"argument {entry.accessor}", None, stock_args[entry.index], args[entry.index])
+        in_place = [inst for inst in planner.binding.instances if planner.pairing.outputs.get(inst.key, 0) is None]
         for instance in in_place:
             self._compare(f"region {instance.name}", instance.axis, stock_args[instance.index], args[instance.index])
         for mine, right in zip(_generators(), after, strict=True):

@@ -1,4 +1,5 @@
-"""The `torch.compile` backend. Named by the `torch_dynamo_backends` entry point, so nothing has to be imported first."""
+"""The `torch.compile` backend. Named by the `torch_dynamo_backends` entry point, so nothing has to be imported
+first."""
 
 from __future__ import annotations
 
@@ -40,9 +41,9 @@ def cadence(
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph: exact replay of the signatures its contract declares, eager for anything else.
 
-    The contract comes from `options["contract"]`, from `declare(module, contract)`, or from the adapter registered for the
-    module's class, in this order. A wrong declaration is raised by the compiled callable itself, so neither Dynamo's error
-    suppression nor its wrapping of backend errors can hide it.
+    The contract comes from `options["contract"]`, from `declare(module, contract)`, or from the adapter registered
+    for the module's class, in this order. A wrong declaration is raised by the compiled callable itself, so neither
+    Dynamo's error suppression nor its wrapping of backend errors can hide it.
 
     Args:
         mode: accepted because `torch.compile` passes it on; there is only one.

@@ -1,9 +1,9 @@
 """Binding: a Dynamo graph's inputs and size symbols, solved against the declared clocks with sympy.
 
-Every input gets a role: state of a region, tensor fixed in memory (parameters, buffers, anything reached through the module),
-tensor staged on each call (the caller's arguments), or scalar. Every size that varies must be explained: it is the extent of a region, or a
-declared input that follows a clock. For one catalog entry the equations give each symbol a value, and the graph's guards decide
-whether this graph is the one that serves the entry.
+Every input gets a role: state of a region, tensor fixed in memory (parameters, buffers, anything reached through the
+module), tensor staged on each call (the caller's arguments), or scalar. Every size that varies must be explained: it
+is the extent of a region, or a declared input that follows a clock. For one catalog entry the equations give each
+symbol a value, and the graph's guards decide whether this graph is the one that serves the entry.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ def first_difference(
     """Where two tensors of one shape differ as bytes.
 
     Returns:
-        None if they do not; otherwise (index of the first differing element, per-axis inclusive (low, high) range of the
-        differing indices, number of differing elements).
+        None if they do not; otherwise (index of the first differing element, per-axis inclusive (low, high) range of
+        the differing indices, number of differing elements).
     """
     unequal = as_integers(left) != as_integers(right).to(left.device)
     if unequal.dim() > left.dim():

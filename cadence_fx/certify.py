@@ -1,8 +1,9 @@
 """The certificate of a class: the same bytes as the stock computation, checked before the class is admitted.
 
-The stock computation runs twice on the class's own static arguments (a class whose baseline does not repeat is not blamed on the
-replay, it is named so), then the class is launched; outputs, states and every argument the code writes are compared byte for
-byte. Results wait on the host, so that the check needs little device memory. States and generators are as before afterwards.
+The stock computation runs twice on the class's own static arguments (a class whose baseline does not repeat is not
+blamed on the replay, it is named so), then the class is launched; outputs, states and every argument the code writes
+are compared byte for byte. Results wait on the host, so that the check needs little device memory. States and
+generators are as before afterwards.
 """
 
 from __future__ import annotations
@@ -47,9 +48,8 @@ class Snapshot:
         # The caller's own tensors are the saved copies of the staging buffers.
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = [(static_args[i], args[i]) for i in plan.staged]
         for use in plan.regions:
-            if not use.scratch:
-                head = use.carry.view(max(use.extent, use.next_extent))
-                self._pairs.append((head, _to_host(head)))
+            head = use.carry.view(max(use.extent, use.next_extent))
+            self._pairs.append((head, _to_host(head)))
         for i in set(plan.mutated) - set(plan.staged):
             self._pairs.append((static_args[i], _to_host(static_args[i])))
         # Where the graph tells that nothing is drawn, the generators are left alone: other threads may be using them.
@@ -79,7 +79,7 @@ def run_reference(plan: Plan, static_args: Sequence[Any]) -> tuple[Sequence[Any]
     """Run the stock computation; returns its raw outputs and the outcome."""
     outputs = plan.reference(*static_args)
     states = [
-        static_args[use.index] if use.output is None else outputs[use.output] for use in plan.regions if not use.scratch
+        static_args[use.index] if use.output is None else outputs[use.output] for use in plan.regions
     ]
     return outputs, Outcome(
         [None if i in _region_outputs(plan) else _to_host(o) for i, o in enumerate(outputs)],
@@ -91,11 +91,7 @@ def run_reference(plan: Plan, static_args: Sequence[Any]) -> tuple[Sequence[Any]
 def run_recording(plan: Plan, static_args: Sequence[Any], recording: Recording) -> Outcome:
     """Launch the class once; returns the outcome."""
     outputs = recording.launch()
-    states = [
-        static_args[use.index] if use.output is None else use.carry.view(use.next_extent)
-        for use in plan.regions
-        if not use.scratch
-    ]
+    states = [static_args[use.index] if use.output is None else use.carry.view(use.next_extent) for use in plan.regions]
     return Outcome(
         [None if i in _region_outputs(plan) else _to_host(o) for i, o in enumerate(outputs)],
         [_to_host(s) for s in states],

@@ -199,10 +199,14 @@ class CatalogMismatch(CadenceError):
     def __init__(self, missing: Sequence[object], extra: Sequence[object] = ()) -> None:
         self.missing = tuple(missing)
         self.extra = tuple(extra)
-        parts = [f"{len(points)} {what}, first: {points[0]}" for points, what in (
-            (self.missing, "reachable under the contract but served by no graph"),
-            (self.extra, "served by a graph but not reachable under the contract"),
-        ) if points]
+        parts = [
+            f"{len(points)} {what}, first: {points[0]}"
+            for points, what in (
+                (self.missing, "reachable under the contract but served by no graph"),
+                (self.extra, "served by a graph but not reachable under the contract"),
+            )
+            if points
+        ]
         super().__init__(
             f"the catalog and the graphs disagree: {'; '.join(parts)}. "
             "Correct the strides, extents or flush lengths that are declared."
@@ -280,7 +284,7 @@ class NotCompiled(CadenceError):
         self.verb = verb
         self.found_type = type(found).__name__
         super().__init__(
-            f"{verb}() needs a callable compiled with torch.compile(..., backend=\"cadence\"), and was given "
+            f'{verb}() needs a callable compiled with torch.compile(..., backend="cadence"), and was given '
             f"{self.found_type}. Pass the compiled callable itself."
         )
 

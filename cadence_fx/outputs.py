@@ -1,7 +1,8 @@
 """Turning a class's raw outputs into what the user may keep.
 
-A launched CUDA graph writes its outputs to the same memory every time. What the user gets must survive the next launch, keep
-the strides eager gives, keep the aliasing between outputs that eager gives, and alias an input where eager's output does.
+A launched CUDA graph writes its outputs to the same memory every time. What the user gets must survive the next
+launch, keep the strides eager gives, keep the aliasing between outputs that eager gives, and alias an input where
+eager's output does.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride, storage
 class OutputRule:
     """How one output is made.
 
-    Kinds: "constant" (a non-tensor, the same for the whole class), "fresh" (own memory), "shared" (a view of memory that several
-    outputs share: `group`), "argument" (a view of the caller's own argument `index`), "region" (the new state).
+    Kinds: "constant" (a non-tensor, the same for the whole class), "fresh" (own memory), "shared" (a view of memory
+    that several outputs share: `group`), "argument" (a view of the caller's own argument `index`), "region" (the new
+    state).
     """
 
     kind: str
@@ -88,7 +90,7 @@ def hand_out(rules: Sequence[OutputRule], raw: Sequence[Any], args: Sequence[Any
             results.append(_copy(out, rule) if static else out)
         elif kind == "region":
             assert rule.region is not None
-            results.append(rule.region.carry.hand_out(rule.region.next_extent))
+            results.append(rule.region.carry.hand_out(rule.region.next_extent, shared=rule.region.shared))
         elif kind == "constant":
             results.append(rule.value)
         elif kind == "argument":

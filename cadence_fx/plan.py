@@ -1,7 +1,8 @@
 """What a class is made of, as the builder of a class hands it to the engine.
 
-A `Plan` says how to run one signature on static arguments, which arguments are fixed by pointer, which are staged, which are
-regions, and how the user's outputs come out of the raw ones. `Miss` is the other answer: this call runs eager, and why.
+A `Plan` says how to run one signature on static arguments, which arguments are fixed by pointer, which are staged,
+which are regions, and how the user's outputs come out of the raw ones. `Miss` is the other answer: this call runs
+eager, and why.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class RegionUse:
         carry: its storage.
         extent, next_extent: attended extents on entry and on exit, in frames.
         output: index of the new state among the outputs; None when the code writes the state in place.
-        scratch: contents mean nothing between calls (lifetime "operator" or "unit").
+        shared: the new state leaves as another result too, which must keep its bytes: it is handed out as a copy.
+        returned: the old state leaves as a result, which must keep its bytes: it is moved out of the carry first.
     """
 
     index: int
@@ -44,7 +46,8 @@ class RegionUse:
     extent: int
     next_extent: int
     output: int | None
-    scratch: bool = False
+    shared: bool = False
+    returned: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -52,9 +55,10 @@ class Plan:
     """One class before it is recorded.
 
     Attributes:
-        runs: ways to run the class, best first: (name, callable). Each is called with the static arguments followed by the
-            destination view of each region that has an output, in order of `regions`; returns the flat outputs. A region's
-            output is written to its destination. The first one that passes the certificate is admitted.
+        runs: ways to run the class, best first: (name, callable). Each is called with the static arguments followed
+        by the
+            destination view of each region that has an output, in order of `regions`; returns the flat outputs. A
+            region's output is written to its destination. The first one that passes the certificate is admitted.
         reference: the stock computation on the same arguments (without destinations), for the certificate.
         label: names the class in reports: clocks and extents.
         fixed: indices of arguments bound by pointer.

@@ -1,9 +1,10 @@
 """Everything that belongs to one `torch.compile` call: contract, catalog, carries, and the tables of all its graphs.
 
-Dynamo compiles one user callable into several graphs (fill phase, saturated phase, sizes 0 and 1, other strides). They share one
-contract, one catalog (the union over graphs must be the whole of it) and one set of carries, so a stream can walk from graph to graph
-without moving a byte of state. Storage, graphs and the state of a stream are three owners: carries live here, classes in the
-tables, and which stream's state a carry holds is the carry's own book-keeping.
+Dynamo compiles one user callable into several graphs (fill phase, saturated phase, sizes 0 and 1, other strides).
+They share one contract, one catalog (the union over graphs must be the whole of it) and one set of carries, so a
+stream can walk from graph to graph without moving a byte of state. Storage, graphs and the state of a stream are
+three owners: carries live here, classes in the tables, and which stream's state a carry holds is the carry's own
+book-keeping.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from torch import fx
 
 from cadence_fx import paths
 from cadence_fx._torch import CompileSite, own, owner_of, user_options
-from cadence_fx.binding import Binding, Instance, bind, declared_path
+from cadence_fx.binding import Instance, bind, declared_path
 from cadence_fx.catalog import Catalog, CatalogEntry
-from cadence_fx.contract import Contract, Region
+from cadence_fx.contract import Contract
 from cadence_fx.errors import ContractError, UnknownArgument, WrongModule, unknown_name
 from cadence_fx.graph import GraphPlanner
 from cadence_fx.ledger import Ledger
 from cadence_fx.paths import Origin
-from cadence_fx.plan import Miss, Plan
+from cadence_fx.plan import Miss
 from cadence_fx.recorder import DevicePool
 from cadence_fx.replay import ReplayClass, ReplayTable
 from cadence_fx.storage import Carry
@@ -102,12 +103,12 @@ class Program:
     def compile(self, gm: fx.GraphModule, site: CompileSite) -> Callable[..., Any]:
         """What Dynamo calls instead of `gm`."""
         binding = bind(gm, self.contract, site.module_name)
-        self._check_present(binding, site)
+        self._check_present(site)
         absent = self._unprimed(site)
         device = _device(gm)
-        planner = GraphPlanner(self, gm, binding, device)
+        planner = GraphPlanner(self, gm, binding, device, site)
         if absent:
-            planner.plan = _always(Miss("unprimed", f"{', '.join(absent)} is None: the state does not exist yet"))  # type: ignore[method-assign]
+            planner.verdict = Miss("unprimed", f"{', '.join(absent)} is None: the state does not exist yet")
         roles = (
             binding.indices("region"),
             binding.indices("staged"),
@@ -127,7 +128,7 @@ class Program:
 
         return call
 
-    def _check_present(self, binding: Binding, site: CompileSite) -> None:
+    def _check_present(self, site: CompileSite) -> None:
         """Attributes a contract names must exist in the module it is given for."""
         if self.contract is None or site.module is None:
             return
@@ -144,7 +145,6 @@ class Program:
                 k for k, v in vars(site.module).items() if isinstance(v, torch.Tensor)
             ]
             raise UnknownArgument(missing[0].attribute or "", known, field="attribute", region=missing[0].name)
-        del binding
 
     def _unprimed(self, site: CompileSite) -> list[str]:
         """Regions whose place holds None in the call being compiled."""
@@ -196,15 +196,7 @@ class Program:
             for r in regions
         )
 
-    def scratch_bytes(self, origin: Origin, tensor: torch.Tensor) -> int:
-        """Bytes of a declared workspace; 0 for anything else."""
-        return tensor.numel() * tensor.element_size() if self.is_scratch(origin) else 0
-
     # -- life ---------------------------------------------------------------------------------------------------------
-
-    def label(self, point: CatalogEntry | None, planner: GraphPlanner) -> str:
-        """A class by its clocks and extents."""
-        return str(point) if point is not None else f"graph {[p for p, _ in self.graphs].index(planner)}"
 
     def seal(self) -> None:
         """Warm-up is over: counting starts, and every later capture is a late one."""
@@ -240,10 +232,6 @@ class Program:
         DevicePool.teardown()
 
 
-def _always(miss: Miss) -> Callable[[Sequence[Any]], Plan | Miss]:
-    return lambda args: miss
-
-
 def _cut_short(root: Any, path: paths.Path) -> bool:
     """Whether a None stands on the way to a state (`cache=None` for `cache[0]['k']`)."""
     for end in range(1, len(path)):
@@ -260,6 +248,3 @@ def _device(gm: fx.GraphModule) -> torch.device:
         if isinstance(n.meta.get("example_value"), torch.Tensor)
     ]
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
-
-
-__all__ = ["Program", "Region"]

@@ -1,7 +1,8 @@
 """How a class is recorded and launched: CUDA graphs on a GPU, a plain call on the host.
 
-One small interface, so that keys, storage, admission, staging and certificates are the same code on both, and tested on a
-machine without a GPU. `DevicePool` is the only owner of a capture stream and a private memory pool: one of each per device.
+One small interface, so that keys, storage, admission, staging and certificates are the same code on both, and tested
+on a machine without a GPU. `DevicePool` is the only owner of a capture stream and a private memory pool: one of each
+per device.
 """
 
 from __future__ import annotations
@@ -83,6 +84,11 @@ class DevicePool:
             self.handle = torch.cuda.graph_pool_handle()
         self.lock = threading.RLock()
 
+    def reserved_bytes(self) -> int:
+        """Device memory this pool holds, over all classes that share it."""
+        segments = torch.cuda.memory_snapshot()
+        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(self.handle))
+
     @classmethod
     def of(cls, device: torch.device) -> DevicePool:
         """The pool of a device, made on first use."""
@@ -107,9 +113,9 @@ class DevicePool:
 def record(run: Run, device: torch.device) -> Recording:
     """Record one execution of `run`, which reads and writes static tensors only.
 
-    On a GPU `run` executes twice before it is captured, on the capture stream (library handles, workspaces and plans must
-    exist before, outside the pool), so the caller restores whatever it mutates. The capture is in thread-local error mode:
-    another thread's CUDA work does not invalidate it.
+    On a GPU `run` executes twice before it is captured, on the capture stream (library handles, workspaces and plans
+    must exist before, outside the pool), so the caller restores whatever it mutates. The capture is in thread-local
+    error mode: another thread's CUDA work does not invalidate it.
     """
     if device.type != "cuda":
         return HostRecording(run)
@@ -123,16 +129,16 @@ def record(run: Run, device: torch.device) -> Recording:
         torch.cuda.current_stream(device).wait_stream(pool.stream)
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
-        before = torch.cuda.memory_reserved(device)
+        before = pool.reserved_bytes()
         state = generator.clone_state()
         try:
             with torch.cuda.graph(graph, pool=pool.handle, stream=pool.stream, capture_error_mode="thread_local"):
                 outputs = run()
         except BaseException:
-            # A capture that fails leaves the generator registered as capturing (every later draw would raise) and its pool
-            # open: the generator gets a state object that was never captured, the next class a pool of its own.
+            # A capture that fails leaves the generator registered as capturing (every later draw would raise) and its
+            # pool open: the generator gets a state object that was never captured, the next class a pool of its own.
             generator.graphsafe_set_state(state)
             DevicePool.discard(device)
             raise
         torch.cuda.synchronize(device)
-        return CudaRecording(graph, outputs, max(0, torch.cuda.memory_reserved(device) - before))
+        return CudaRecording(graph, outputs, pool.reserved_bytes() - before)

@@ -1,11 +1,12 @@
 """ExactShapeReplay: one captured class per exact signature, anything else eager (paper section 3.3).
 
-The engine names no model, decoder or operator. It keys a call on its full signature, checks what must not have moved by
-pointer, makes the carries hold the incoming states, copies the other tensors into static buffers, launches, and hands out
-results that are safe to keep. Every clause fails closed: a call that is not proved runs eager and is counted with its reason.
+The engine names no model, decoder or operator. It keys a call on its full signature, checks what must not have moved
+by pointer, makes the carries hold the incoming states, copies the other tensors into static buffers, launches, and
+hands out results that are safe to keep. Every clause fails closed: a call that is not proved runs eager and is
+counted with its reason.
 
-A class is admitted only after its certificate (`certify`). What is captured, and how, comes from a `Planner`: a plain callable
-(`PlainPlanner`) or a graph of `torch.compile` (`graph.GraphPlanner`).
+A class is admitted only after its certificate (`certify`). What is captured, and how, comes from a `Planner`: a plain
+callable (`PlainPlanner`) or a graph of `torch.compile` (`graph.GraphPlanner`).
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from cadence_fx import certify
-from cadence_fx._torch import pointers_equal
+from cadence_fx._torch import pointers_equal, tree_flatten, tree_unflatten
 from cadence_fx.bytesops import bytes_equal
 from cadence_fx.errors import CadenceError
 from cadence_fx.ledger import Ledger, log
@@ -129,6 +129,8 @@ class ReplayTable:
         plan = entry.plan
         for use in plan.regions:
             use.carry.enter(args[use.index], use.extent, in_place=use.output is None)
+            if use.returned:
+                use.carry.release(args[use.index])
         for buffer, i in zip(entry.buffers, plan.staged, strict=True):
             buffer.copy_(args[i])
         raw = entry.recording.launch()
@@ -201,7 +203,7 @@ class ReplayTable:
         if len(self.classes) >= self.max_classes:
             return Miss(
                 "too_many_classes",
-                f"the table holds its limit of {self.max_classes} classes; raise Contract.max_classes if every one is wanted",
+                f"the table holds its limit of {self.max_classes} classes; raise Contract.max_classes to allow more",
             )
         unfit = self._unfit(plan, args)
         if unfit is not None:
@@ -240,7 +242,7 @@ class ReplayTable:
         for i in plan.staged:
             if args[i].data_ptr() % ALIGNMENT:
                 return Miss("alignment", f"{self.names[i]} does not start at a multiple of {ALIGNMENT} bytes")
-            if args[i].layout is not torch.strided or args[i].is_conj() or args[i].is_neg():
+            if _is_unusual(args[i]):
                 return Miss("layout", f"{self.names[i]} is not a plain strided tensor")
         for use in plan.regions:
             if use.output is None and not use.carry.may_point_here(args[use.index]):
@@ -340,6 +342,13 @@ class ReplayTable:
         return None
 
 
+def _is_unusual(tensor: torch.Tensor) -> bool:
+    """Sparse, lazily conjugated or negated, or expanded: no copy can fill a static buffer of the same geometry."""
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return True
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def _addresses(args: Sequence[Any], fixed: list[int]) -> list[int | None]:
     wanted = set(fixed)
     return [arg.data_ptr() if i in wanted else None for i, arg in enumerate(args)]
@@ -392,9 +401,11 @@ class ExactShapeReplay:
     For code that Dynamo cannot trace, and for measuring; `torch.compile(m, backend="cadence")` uses the same tables.
 
     Args:
-        fn: any callable of tensors, scalars and (nested) lists, tuples and dicts of them. On a GPU it must be capturable:
+        fn: any callable of tensors, scalars and (nested) lists, tuples and dicts of them. On a GPU it must be
+        capturable:
             no host reads, no allocation on other streams.
-        aliased: the tensors among the arguments that are bound by pointer: never copied, and `fn` may write them. A call
+        aliased: the tensors among the arguments that are bound by pointer: never copied, and `fn` may write them. A
+        call
             that brings another tensor in their place runs eager and drops the class.
         name: for messages and reports.
         max_classes: most signatures captured; further ones run eager, counted.
@@ -419,20 +430,20 @@ class ExactShapeReplay:
         self._lock = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = tree_flatten((args, kwargs))
         found = self._tables.get(spec)
         if found is None:
             found = self._tables[spec] = self._table(leaves, spec)
         table, out_spec = found
         flat = table(leaves)
-        return pytree.tree_unflatten(flat, out_spec[0])
+        return tree_unflatten(flat, out_spec[0])
 
     def _table(self, leaves: Sequence[Any], spec: Any) -> tuple[ReplayTable, list[Any]]:
         out_spec: list[Any] = [None]
 
         def flat_fn(*flat: Any) -> list[Any]:
-            args, kwargs = pytree.tree_unflatten(list(flat[: len(leaves)]), spec)
-            outputs, out_spec[0] = pytree.tree_flatten(self.fn(*args, **kwargs))
+            args, kwargs = tree_unflatten(list(flat[: len(leaves)]), spec)
+            outputs, out_spec[0] = tree_flatten(self.fn(*args, **kwargs))
             return outputs
 
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]

@@ -153,7 +153,8 @@ def _text(facts: dict[str, Any]) -> str:
         + (", sealed" if facts.get("sealed") else "")
     ]
     lines.append(
-        f"  replays {facts['replays']}, captures {facts['captures']} ({facts['late_captures']} after the seal) in {facts['capture_seconds']:.1f} s"
+        f"  replays {facts['replays']}, captures {facts['captures']} "
+        f"({facts['late_captures']} after the seal) in {facts['capture_seconds']:.1f} s"
     )
     for what in ("misses", "refusals", "invalidations"):
         for reason, count in sorted(facts[what].items()):

@@ -1,4 +1,5 @@
-"""Call keys: everything that decides which kernels run, as one flat tuple of plain values (paper section 3.3, clause i).
+"""Call keys: everything that decides which kernels run, as one flat tuple of plain values (paper section 3.3, clause
+i).
 
 A key never reads tensor data. Two calls with equal keys run the same kernels on tensors of the same geometry.
 """
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cadence_fx._torch import ambient_state
+from cadence_fx._torch import AMBIENT, ambient_state
 
 # Vectorised kernels look at most at this alignment, in bytes; the allocator gives every fresh tensor at least as much.
 ALIGNMENT = 16
@@ -93,7 +94,8 @@ def compare(known: dict[str, tuple[Any, ...]], found: dict[str, tuple[Any, ...]]
         if other is None or other == key:
             continue
         if name == "":
-            return "mode", "grad, inference, autocast, precision or determinism settings are not those of warm-up"
+            changed = [what for what, a, b in zip(AMBIENT, key, other, strict=False) if a != b]
+            return "mode", f"{' and '.join(changed)} not as it was when classes were captured"
         for part, reason in zip(range(len(key)), _PARTS if len(key) == len(_PARTS) else _STATE_PARTS, strict=True):
             if key[part] != other[part]:
                 return reason, f"{name} has {reason} {key[part]}, and {other[part]} was captured"

@@ -1,13 +1,14 @@
 """Contract-owned storage: the carry of a region (paper section 3.2).
 
 What was impossible before: released code makes a new cache tensor every chunk, at a new address, so no recorded
-execution can refer to it. What is allowed now: the state of a region lives in one flat buffer, sized to the largest attended
-extent, for the life of the stream. At extent L the state is the contiguous tensor of that shape over the head of the
-buffer; its address never changes.
+execution can refer to it. What is allowed now: the state of a region lives in one flat buffer, sized to the largest
+attended extent, for the life of the stream. At extent L the state is the contiguous tensor of that shape over the
+head of the buffer; its address never changes.
 
-The book-keeping that makes this safe: a carry knows which tensor object stands for its current contents (it handed it out)
-and which stood for earlier contents. The current one is recognised; a foreign tensor is *adopted* (copied in), after a current one that
-somebody still holds has been *evacuated* (given private memory with the same bytes); an earlier one is refused as stale.
+The book-keeping that makes this safe: a carry knows which tensor object stands for its current contents (it handed it
+out) and which stood for earlier contents. The current one is recognised; a foreign tensor is *adopted* (copied in),
+after a current one that somebody still holds has been *evacuated* (given private memory with the same bytes); an
+earlier one is refused as stale.
 """
 
 from __future__ import annotations
@@ -74,7 +75,11 @@ class Carry:
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor can be the state: same dtype, device and shape up to an extent within the capacity."""
-        if tensor.dtype != self.flat.dtype or tensor.device != self.flat.device or tensor.dim() != len(self._shape):
+        return tensor.device == self.flat.device and self.takes(tensor)
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's contents can be the state, wherever the tensor is."""
+        if tensor.dtype != self.flat.dtype or tensor.dim() != len(self._shape):
             return False
         extent = tensor.shape[self.axis] if self.axis is not None else self.capacity
         return extent <= self.capacity and list(tensor.shape) == self.shape(extent)
@@ -88,9 +93,9 @@ class Carry:
     def enter(self, tensor: torch.Tensor, extent: int, *, in_place: bool = False) -> None:
         """Make the carry hold a call's incoming state.
 
-        Free when the tensor is the one handed out last (or another view of the same current contents). Otherwise the tensor's
-        bytes are copied in; with `in_place` the tensor object itself is pointed at the carry, because the code will write
-        through it.
+        Free when the tensor is the one handed out last (or another view of the same current contents). Otherwise the
+        tensor's bytes are copied in; with `in_place` the tensor object itself is pointed at the carry, because the
+        code will write through it.
 
         Raises:
             StaleState: the tensor stood for contents that a later call has replaced.
@@ -115,6 +120,13 @@ class Carry:
             tensor.data = view
             self._current = weakref.ref(tensor)
 
+    def release(self, tensor: torch.Tensor) -> None:
+        """Give the tensor that came in private memory: it leaves the call as a result, with the bytes it has now."""
+        if self.owns(tensor):
+            tensor.data = tensor.clone()
+        if self._current is not None and self._current() is tensor:
+            self._current = None
+
     def may_point_here(self, tensor: torch.Tensor) -> bool:
         """Whether an in-place state can be moved into the carry unseen: nobody else shares its memory."""
         return self.owns(tensor) or storage_owners(tensor) <= _SOLE_OWNER
@@ -130,16 +142,29 @@ class Carry:
 
     # -- state out ----------------------------------------------------------------------------------------------------
 
-    def hand_out(self, extent: int) -> torch.Tensor:
-        """The tensor that stands for the contents a call has just written; the incoming one becomes stale."""
+    def hand_out(self, extent: int, *, shared: bool = False) -> torch.Tensor:
+        """The tensor that stands for the contents a call has just written; the incoming one becomes stale.
+
+        With `shared` the user holds it as something else besides the state, and gets private memory.
+        """
         incoming = self._current
         self._earlier = [earlier for earlier in self._earlier if earlier() is not None]
         if incoming is not None and incoming() is not None:
             self._earlier.append(incoming)
-        fresh = self.view(extent).detach()
-        self._current = weakref.ref(fresh)
+        fresh = self.view(extent).clone() if shared else self.view(extent).detach()
+        self._current = None if shared else weakref.ref(fresh)
         self.extent = extent
         return fresh
+
+    def load(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Take a state from anywhere; returns the tensor that stands for it."""
+        extent = tensor.shape[self.axis] if self.axis is not None else self.capacity
+        if self._current is not None and self._current() is tensor:
+            return tensor
+        self.evacuate()
+        self.view(extent).copy_(tensor)
+        self._ledger.adoptions += 1
+        return self.hand_out(extent)
 
     def receive(self, tensor: torch.Tensor, extent: int, incoming: torch.Tensor | None) -> torch.Tensor:
         """Take a state that an eager call computed, so that the next call finds it in the carry.

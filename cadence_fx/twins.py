@@ -1,8 +1,8 @@
 """Sharing a recording between two Dynamo graphs of the very same computation.
 
-Dynamo may compile one piece of code again (a size became symbolic, a chunk of another length came by once) and from then on send
-the declared calls to the new graph. At the same sizes both graphs trace to the same aten graph on the same memory; then the class
-that exists is the class, and nothing is captured in traffic.
+Dynamo may compile one piece of code again (a size became symbolic, a chunk of another length came by once) and from
+then on send the declared calls to the new graph. At the same sizes both graphs trace to the same aten graph on the
+same memory; then the class that exists is the class, and nothing is captured in traffic.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Warm-up: capture the whole catalog before traffic, in the caller's grad, inference and autocast context, then seal.
 
-The declared stream is walked call by call through the compiled callable itself, so Dynamo compiles every graph the stream will
-need and its guards are warm too. Each catalog entry is called twice: once eager, to see which output is which state, then
-to capture. Afterwards the module, its attributes and buffers and the generators are exactly as before.
+The declared stream is walked call by call through the compiled callable itself, so Dynamo compiles every graph the
+stream will need and its guards are warm too. Each catalog entry is called twice: once eager, to see which output is
+which state, then to capture. Afterwards the module, its attributes and buffers and the generators are exactly as
+before.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from cadence_fx import paths
 from cadence_fx._torch import (
@@ -23,8 +23,11 @@ from cadence_fx._torch import (
     compile_wrapper_of,
     copy_marks,
     mark_dynamic,
+    module_of,
     original_of,
     patient_tracing,
+    tree_leaves,
+    tree_map_only,
 )
 from cadence_fx.backend import contract_of
 from cadence_fx.binding import Instance, declared_path
@@ -55,8 +58,8 @@ def program_of(compiled: Any, verb: str) -> Program:
     wrapper = compile_wrapper_of(compiled)
     if wrapper is None or getattr(wrapper.compiler_fn, "__name__", "") != "cadence":
         raise NotCompiled(verb, compiled)
-    module = original_of(compiled)
-    site = CompileSite(wrapper=wrapper, module=module if isinstance(module, torch.nn.Module) else None)
+    module = module_of(original_of(compiled))
+    site = CompileSite(wrapper=wrapper, module=module)
     options = wrapper.kwargs.get("options")
     return Program.of(site, options, contract_of(site, options))
 
@@ -65,9 +68,9 @@ def warm_up(compiled: Any, *args: Any, progress: bool | None = None, **kwargs: A
     """Capture every class of the declared stream, then seal.
 
     Args:
-        compiled: what `torch.compile(..., backend="cadence")` returned.
-        *args, **kwargs: of one first call of a turn: real tensors, states at their starting extents. They are not changed.
-        progress: a line to stderr for each class once warm-up has taken two seconds; by default only on a terminal.
+        compiled: what `torch.compile(..., backend="cadence")` returned. *args, **kwargs: of one first call of a turn:
+        real tensors, states at their starting extents. They are not changed. progress: a line to stderr for each
+        class once warm-up has taken two seconds; by default only on a terminal.
 
     Returns:
         The report of the program.
@@ -82,7 +85,8 @@ def warm_up(compiled: Any, *args: Any, progress: bool | None = None, **kwargs: A
     program = program_of(compiled, "warm_up")
     if program.contract is None:
         raise ContractError(
-            "warm_up() captures a contract's catalog, and no contract is declared; pass options={'contract': ...} to torch.compile or use cadence_fx.declare",
+            "warm_up() captures a contract's catalog, and no contract is declared; pass options={'contract': ...} to "
+            "torch.compile, or use cadence_fx.declare",
             field="contract",
         )
     original = original_of(compiled)
@@ -118,9 +122,8 @@ class _Call:
         assert program.contract is not None  # warm_up has refused a program without one
         self.program, self.contract = program, program.contract
         self.compiled = compiled
-        self.module = original if isinstance(original, torch.nn.Module) else None
-        target = original.forward if self.module is not None else original
-        self.signature = inspect.signature(target)
+        self.module = module_of(original)
+        self.signature = inspect.signature(original.forward if original is self.module else original)
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -190,7 +193,8 @@ class _Call:
             )
             if size not in reached:
                 raise ContractError(
-                    f"axis {region.frame_axis} of {paths.spell(path)} has {size} in the example call; the declared extents are {reached}",
+                    f"axis {region.frame_axis} of {paths.spell(path)} has {size} in the example call; "
+                    f"the declared extents are {reached}",
                     field="start",
                     region=region.name,
                 )
@@ -226,7 +230,8 @@ class _Call:
             self._explain(entry)
 
     def _suspects(self, entry: CatalogEntry, error: BaseException) -> str:
-        """The code works at the example's extents and fails at another declared point: something that grows is not declared."""
+        """The code works at the example's extents and fails at another declared point: something that grows is not
+        declared."""
         declared = {
             paths.parse(a)[0]
             for a in (*(r.argument for r in self.contract.regions), *(i.argument for i in self.contract.inputs))
@@ -235,10 +240,13 @@ class _Call:
         tensors = [
             k
             for k, v in self.example.items()
-            if k not in declared and any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(v))
+            if k not in declared and any(isinstance(x, torch.Tensor) for x in tree_leaves(v))
         ]
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        return f"the code fails at the declared call {entry}: {first}. Arguments that are not declared and may have to grow: {', '.join(tensors) or 'none'}"
+        return (
+            f"the code fails at the declared call {entry}: {first}. "
+            f"Arguments that are not declared and may have to grow: {', '.join(tensors) or 'none'}"
+        )
 
     def as_given(self) -> None:
         """The user's own example call: its layouts may be another Dynamo graph than the carries' are."""
@@ -339,7 +347,7 @@ class _Call:
                     continue
                 for i, out in enumerate(planner.last_outputs):
                     if out is state:
-                        planner.outputs_of[instance.key] = i
+                        planner.pairing.outputs[instance.key] = i
             planner.last_outputs = ()
 
     def _returned(self, instance: Instance, result: Any) -> Any:
@@ -364,7 +372,8 @@ class _Call:
 
 
 class _Watching:
-    """Calls inside run eager and keep their raw outputs; on exit the states are recognised in nothing (attributes aside)."""
+    """Calls inside run eager and keep their raw outputs; on exit the states are recognised in nothing (attributes
+    aside)."""
 
     def __init__(self, call: _Call) -> None:
         self._call = call
@@ -382,7 +391,7 @@ class _Untouched:
     """Whatever warm-up does to a module, its tensors and the generators is undone on exit."""
 
     def __init__(self, original: Any, program: Program) -> None:
-        self._module = original if isinstance(original, torch.nn.Module) else None
+        self._module = module_of(original)
         self._program = program
 
     def __enter__(self) -> None:
@@ -398,9 +407,9 @@ class _Untouched:
             self._attributes.append((module, plain, buffers))
             prefix = paths.parse(name) if name else ()
             for key, value in (*buffers.items(), *plain.items()):
-                if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
-                    if not self._program.is_scratch(paths.Origin("module", (*_numbers(prefix), key))):
-                        self._bytes.append((value, value.detach().to("cpu", copy=True)))
+                scratch = self._program.is_scratch(paths.Origin("module", (*_numbers(prefix), key)))
+                if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter) and not scratch:
+                    self._bytes.append((value, value.detach().to("cpu", copy=True)))
 
     def __exit__(self, *exc: object) -> None:
         for module, plain, buffers in self._attributes:
@@ -427,7 +436,15 @@ def _shallow(value: Any) -> Any:
 
 def _cloned(value: Any) -> Any:
     """Containers of tensors, cloned: warm-up never writes into the caller's own arguments."""
-    return pytree.tree_map_only(torch.Tensor, lambda t: copy_marks(t, t.clone()), value)
+    return tree_map_only(torch.Tensor, lambda t: copy_marks(t, _twin(t)), value)
+
+
+def _twin(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, which are part of the signature; an expanded tensor is its own copy."""
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return tensor.clone()
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
 
 
 class _Progress:
@@ -444,7 +461,7 @@ class _Progress:
         if self._wanted and elapsed > _QUIET_SECONDS:
             left = elapsed / max(1, self._done - 1) * (self._total - self._done + 1)
             print(
-                f"{self._name}: warming up {self._done}/{self._total}, {elapsed:.0f} s, about {left:.0f} s left: {what}",
+                f"{self._name}: {self._done}/{self._total}, {elapsed:.0f} s, about {left:.0f} s left: {what}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -1,0 +1,44 @@
+"""Restore: begin a turn from states kept anywhere, without a second copy of them on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cadence_fx import paths
+from cadence_fx.errors import UnknownArgument
+from cadence_fx.warmup import program_of
+
+
+def restore(compiled: Any, **states: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Write states into their carries and return the tensors to pass in the next call.
+
+    Passing a state that is not the carry's own copies it in as well, so this changes no byte; it saves the memory of
+    that second copy, and the source may be on another device (a primed turn kept on the host, say). Without a
+    captured class to receive a state, it comes back as a copy on the device of the compiled callable's other states,
+    or as it is.
+
+    Args:
+        compiled: what `torch.compile(..., backend="cadence")` returned, warmed up in the mode that is on now.
+        **states: argument accessor -> tensor with the shape the argument takes.
+
+    Raises:
+        UnknownArgument: no region of the contract is passed as this argument.
+        NotCompiled: `compiled` was not compiled with this backend.
+    """
+    program = program_of(compiled, "restore")
+    declared = [r.argument for r in program.contract.regions if r.argument is not None] if program.contract else []
+    restored = {}
+    for accessor, state in states.items():
+        if accessor not in declared:
+            raise UnknownArgument(accessor, declared)
+        path = paths.parse(accessor)
+        mode = torch.is_inference_mode_enabled()
+        fitting = [
+            carry
+            for (name, where, _, _, _, inference), carry in program.carries.items()
+            if where == path and inference == mode and carry.takes(state)
+        ]
+        restored[accessor] = fitting[0].load(state) if fitting else state
+    return restored
