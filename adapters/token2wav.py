@@ -18,6 +18,7 @@ the mel-rate length, then trims the packed axis: from P >= 100 on, what is read 
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -267,6 +268,7 @@ class Token2WavStream:
         self.eager_calls: Counter[str] = Counter()
         self._workspaces = Workspaces(self.plain_flow)
         self._primed: State = {}
+        self._restore: Callable[..., State] | None = None
         self._vendor_setup = flow.setup_cache
         flow.setup_cache, flow.inference_chunk = self._setup_cache, self._inference_chunk
 
@@ -296,33 +298,59 @@ class Token2WavStream:
     def reset(self) -> None:
         """Starts a turn from the primed state, with nothing for the vocoder to join on to."""
         mel = self.token2wav.cache[3]
-        self.token2wav.stream_cache = {name: value.to(mel.device, copy=True) for name, value in self._primed.items()}
+        self.token2wav.stream_cache = None  # the last turn's state is given up before the next one takes its place
+        self.token2wav.stream_cache = self._begin(mel.device)
         self.token2wav.hift_cache_dict = {
             "mel": mel.new_zeros(1, mel.shape[2], 0),
             "source": mel.new_zeros(1, 1, 0),
             "speech": mel.new_zeros(1, 0),
         }
 
+    def _begin(self, device: torch.device) -> State:
+        """The primed state on the device: in the carries of the compiled steps where they exist, else as copies."""
+        state = dict(self._primed)
+        if self._restore is not None:
+            conformer, flow = self.conformer[False], self.flow
+            cnn, tokens, frames, solver_cnn, solver_att = (state[name] for name in self.STATE)
+            placed = self._restore(conformer, cnn_cache=cnn, token_cache=tokens, mel_cache=frames)
+            placed |= {
+                f"flow.{k}": v for k, v in self._restore(flow, cnn_cache=solver_cnn, att_cache=solver_att).items()
+            }
+            state = dict(zip(self.STATE, placed.values(), strict=True))
+        return {name: value if value.device == device else value.to(device) for name, value in state.items()}
+
     def stream(self, tokens: list[int], last_chunk: bool = False, return_waveform: bool = True) -> Any:
         """One call of the vendor's `stream`: float32 samples (1, n), or 16-bit PCM bytes without `return_waveform`."""
         return self.token2wav.stream(tokens, None, last_chunk=last_chunk, return_waveform=return_waveform)
 
     @torch.inference_mode()
-    def warm_up(self, verb: Callable[..., Any]) -> list[Any]:
-        """`verb(step, *arguments)` for each compiled step, in the mode that calls run in; returns what each returned.
+    def warm_up(self, verb: Callable[..., Any], restore: Callable[..., State] | None = None) -> list[Any]:
+        """`verb(step, *arguments)` for each compiled step, in the modes that calls run in; returns what each returned.
 
-        The arguments are those of a turn's first call, as `cadence_fx.warm_up` asks for. `prime` comes first.
+        The arguments are those of a turn's first call, as `cadence_fx.warm_up` asks for; tokens and conditioning are
+        random. `prime` comes first. With `restore`, `cadence_fx.restore`, later turns begin in the carries themselves.
         """
-        geometry, mel = self.geometry, self.token2wav.cache[3]
+        geometry, mel, flow = self.geometry, self.token2wav.cache[3], self.token2wav.flow
+        draw = torch.Generator().manual_seed(0)
         cnn, tokens, frames, *solver = (self._primed[name].to(mel.device, copy=True) for name in self.STATE)
         results = []
         for last in (False, True) if geometry.flush else (False,):
             presented = geometry.hop + (0 if last else geometry.lookahead)
-            token = torch.zeros(1, presented, dtype=torch.int32, device=mel.device)
-            results.append(verb(self.conformer[last], token, cnn, tokens, frames))
-        mu = torch.zeros(1, mel.shape[2], geometry.hop * geometry.rate, device=mel.device)
-        results.append(verb(self.flow, mu, self._speaker(self.token2wav.cache[2]), mu.clone(), *solver))
+            token = torch.randint(flow.vocab_size, (1, presented), dtype=torch.int32, generator=draw).to(mel.device)
+            results.append(self._in_stream(verb, self.conformer[last], token, cnn, tokens, frames))
+        mu = torch.randn(1, mel.shape[2], geometry.hop * geometry.rate, generator=draw).to(mel.device)
+        speaker = self._speaker(self.token2wav.cache[2])
+        results.append(self._in_stream(verb, self.flow, mu, speaker, torch.zeros_like(mu), *solver))
+        self._restore = restore
         return results
+
+    def _in_stream(self, verb: Callable[..., Any], *arguments: Any) -> Any:
+        """`verb(*arguments)` under the autocast of the vendor's `stream`, which torch turns off with a warning."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*autocast", category=UserWarning)
+            context = torch.amp.autocast(self.token2wav.cache[3].device.type, dtype=torch.float32)
+        with context:
+            return verb(*arguments)
 
     def unbind(self) -> None:
         """Gives the vendor's object its own methods and workspaces back; its stream must be started again."""

@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import json
 import multiprocessing
+import os
 import re
 import statistics
 import subprocess
@@ -287,7 +288,8 @@ def environment(device: str) -> dict[str, str]:
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else "none",
         "torch": torch.__version__,
-        "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"),
+        "commit": os.environ.get("CADENCE_COMMIT")
+        or _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"),
     }
 
 

@@ -78,9 +78,7 @@ class Snapshot:
 def run_reference(plan: Plan, static_args: Sequence[Any]) -> tuple[Sequence[Any], Outcome]:
     """Run the stock computation; returns its raw outputs and the outcome."""
     outputs = plan.reference(*static_args)
-    states = [
-        static_args[use.index] if use.output is None else outputs[use.output] for use in plan.regions
-    ]
+    states = [static_args[use.index] if use.output is None else outputs[use.output] for use in plan.regions]
     return outputs, Outcome(
         [None if i in _region_outputs(plan) else _to_host(o) for i, o in enumerate(outputs)],
         [_to_host(s) for s in states],

@@ -55,12 +55,12 @@ def derive_rules(plan: Plan, static_args: Sequence[Any], outputs: Sequence[Any])
         elif not isinstance(out, torch.Tensor):
             rules.append(OutputRule("constant", value=out))
         else:
-            geometry = (tuple(out.shape), tuple(out.stride()), out.storage_offset())
+            geometry: Geometry = (tuple(out.shape), tuple(out.stride()), int(out.storage_offset()))
             home = out.untyped_storage().data_ptr() if out.numel() else -1
             source = memory.get(home)
             if source is not None and source not in states:
                 base = static_args[source]
-                geometry = (geometry[0], geometry[1], out.storage_offset() - base.storage_offset())
+                geometry = (geometry[0], geometry[1], int(out.storage_offset() - base.storage_offset()))
                 rules.append(OutputRule("argument", index=source, geometry=geometry))
             elif source is None and len([j for j in homes.get(home, []) if j not in by_output]) > 1:
                 rules.append(OutputRule("shared", index=home, geometry=geometry))

@@ -422,7 +422,7 @@ class ExactShapeReplay:
         max_classes: int = 64,
     ) -> None:
         self.fn = fn
-        self.name = name or getattr(fn, "__name__", type(fn).__name__)
+        self.name: str = name or str(getattr(fn, "__name__", type(fn).__name__))
         self.ledger = Ledger(self.name)
         self._aliased = {id(t): t for t in aliased}
         self._max_classes = max_classes

@@ -123,7 +123,10 @@ class _Call:
         self.program, self.contract = program, program.contract
         self.compiled = compiled
         self.module = module_of(original)
-        self.signature = inspect.signature(original.forward if original is self.module else original)
+        target: Any = original
+        if self.module is not None and original is self.module:
+            target = self.module.forward
+        self.signature = inspect.signature(target)
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -150,20 +153,12 @@ class _Call:
                 type(self.module).__name__ if self.module is not None else "function",
             )
         if unknown:
-            region = next((r.name for r in contract.regions if r.argument == unknown[0]), None)
-            raise UnknownArgument(unknown[0], names, region=region)
+            owner = next((r.name for r in contract.regions if r.argument == unknown[0]), None)
+            raise UnknownArgument(unknown[0], names, region=owner)
         for region in attributes:
             if self.module is None or not paths.expand(self.module, declared_path(region)):
-                known = (
-                    [n for n, _ in self.module.named_buffers()] + list(vars(self.module))
-                    if self.module is not None
-                    else []
-                )
                 raise UnknownArgument(
-                    region.attribute or "",
-                    [k for k in known if not k.startswith("_")],
-                    field="attribute",
-                    region=region.name,
+                    region.attribute or "", _attributes(self.module), field="attribute", region=region.name
                 )
         for region in contract.regions:
             for path, leaf in self._leaves(region):
@@ -369,6 +364,13 @@ class _Call:
             return paths.get(result, concrete)
         except (LookupError, IndexError):
             return None
+
+
+def _attributes(module: torch.nn.Module | None) -> list[str]:
+    """Names under which a module keeps tensors of its own, for suggestions."""
+    if module is None:
+        return []
+    return [n for n, _ in module.named_buffers()] + [k for k in vars(module) if not k.startswith("_")]
 
 
 class _Watching:

@@ -316,7 +316,7 @@ def test_compiled_every_declared_call_replays_and_has_the_vendors_bytes() -> Non
     pair = Pair(TINY, backend=cadence_fx.cadence)
     pair.start()
     before = {name: value.clone() for name, value in pair.stream.token2wav.stream_cache.items()}
-    reports = pair.stream.warm_up(cadence_fx.warm_up)
+    reports = pair.stream.warm_up(cadence_fx.warm_up, cadence_fx.restore)
     assert [report["classes"] for report in reports] == [3, 3]
     after = pair.stream.token2wav.stream_cache
     assert all(bytes_equal(value, after[name]) for name, value in before.items())
@@ -335,7 +335,7 @@ def test_compiled_every_declared_call_replays_and_has_the_vendors_bytes() -> Non
 def test_compiled_declared_flushes_replay_too() -> None:
     pair = Pair(TINY, backend=cadence_fx.cadence, flush=(9,))
     pair.start()
-    reports = pair.stream.warm_up(cadence_fx.warm_up)
+    reports = pair.stream.warm_up(cadence_fx.warm_up, cadence_fx.restore)
     assert [report["classes"] for report in reports] == [6, 6, 6]  # three extents, 25 or 9 fresh tokens
     for normal in (1, 2, 4):
         for _ in range(normal):
@@ -352,7 +352,7 @@ def test_compiled_declared_flushes_replay_too() -> None:
 def test_compiled_streams_pass_the_audit() -> None:
     pair = Pair(TINY, backend=cadence_fx.cadence)
     pair.start()
-    pair.stream.warm_up(cadence_fx.warm_up)
+    pair.stream.warm_up(cadence_fx.warm_up, cadence_fx.restore)
     conformer, flow = steps_of(pair.stream)
     with cadence_fx.audit(conformer) as encoded, cadence_fx.audit(flow) as solved:
         for _ in range(2):
@@ -366,7 +366,7 @@ def test_a_turn_reset_by_clones_is_adopted() -> None:
     """MiniCPM-o's way: clones made outside inference mode, which the backend has not seen before."""
     pair = Pair(TINY, backend=cadence_fx.cadence)
     pair.start()
-    pair.stream.warm_up(cadence_fx.warm_up)
+    pair.stream.warm_up(cadence_fx.warm_up, cadence_fx.restore)
     bound = pair.stream.token2wav
     base = [{k: v.clone() for k, v in cache.items()} for cache in (bound.stream_cache, bound.hift_cache_dict)]
     for _ in range(2):

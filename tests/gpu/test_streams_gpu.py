@@ -1,5 +1,6 @@
 """The toy streams as CUDA graphs: the same checks as on the host, and those that only a device can fail."""
 
+import gc
 import threading
 from collections import Counter
 
@@ -51,22 +52,28 @@ def test_audit_of_a_stream_reports_nothing(name: str) -> None:
         assert pair.missed() == Counter()
 
 
-def test_reset_gives_the_memory_back() -> None:
-    """After `torch.compiler.reset()` nothing of classes, pools or carries is left on the device."""
+def _settled() -> int:
+    """Bytes allocated once everything that can be given back is; cuBLAS keeps a workspace per stream it has seen."""
     torch.compiler.reset()
     torch.cuda.synchronize()
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
+    return torch.cuda.memory_allocated()
+
+
+def test_reset_gives_the_memory_back() -> None:
+    """After `torch.compiler.reset()` nothing of classes, pools or carries is left on the device."""
+    _settled()
+    before = _settled()
     with torch.no_grad():
         pair = Pair(BY_NAME["SolverStack"], DEVICE)
         for _ in range(4):
             pair.call()
         del pair
-    torch.compiler.reset()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    after = _settled()
     assert not DevicePool._pools
-    assert torch.cuda.memory_allocated() <= before + 2**20
+    assert after == before
 
 
 def test_sweeping_the_catalog_again_takes_no_more_memory() -> None:

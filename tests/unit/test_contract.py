@@ -357,9 +357,7 @@ def test_the_arithmetic_is_shown() -> None:
     assert decoder().width().arithmetic == "cache: ceil((402 - 302) / 50) + 1 = 3"
     flushing = decoder(flush=range(2, 57, 2)).width()
     assert flushing.classes == 84
-    assert flushing.arithmetic == (
-        "cache: ceil((402 - 302) / 50) + 1 = 3; x 28 advances (stride and flush) = 84"
-    )
+    assert flushing.arithmetic == ("cache: ceil((402 - 302) / 50) + 1 = 3; x 28 advances (stride and flush) = 84")
     assert str(flushing) == flushing.arithmetic
 
 
