@@ -235,7 +235,7 @@ class Cadence(Subject):
     def install(self) -> None:
         assert self.stream is not None
         self.stream.prime()
-        self.stream.warm_up(cadence_fx.warm_up, cadence_fx.restore)
+        self.stream.warm_up(cadence_fx.warm_up, lambda step, **states: cadence_fx.restore(step.call, **states))
         self.reset = self.stream.reset  # type: ignore[method-assign]  # from the host too, and into the carries
         self.stream.flow = self._program(self.stream.flow)
         self.stream.conformer[False] = self._program(self.stream.conformer[False])
