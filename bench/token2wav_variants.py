@@ -111,15 +111,11 @@ class Subject:
             replay.ledger.misses.clear()
             for table in replay.tables:
                 table.sealed = True
-            replay.times.clear()
+            replay.watch()
 
-    def host_us(self) -> dict[str, float]:
-        """Median host microseconds of one replayed call, Dynamo's guards included, and of the bare launch in it."""
-        pairs = [(statistics.median(replay.times), replay.launch_us()) for replay in self.replays if replay.times]
-        if not pairs:
-            return {}
-        call, launch = (statistics.fmean(values) for values in zip(*pairs, strict=True))
-        return {"call": call, "launch": launch, "overhead": call - launch}
+    def host_us(self) -> dict[str, dict[str, float]]:
+        """Host microseconds by replayed callable."""
+        return {replay.ledger.name: figures for replay in self.replays if (figures := replay.host_us())}
 
     def _hand(self, fn: Callable[..., Any], name: str) -> Replay:
         """`fn` captured by hand."""
@@ -129,11 +125,12 @@ class Subject:
 
 
 class Replay:
-    """A replayed callable with the host time of each of its calls."""
+    """A replayed callable, with the host time of each of its calls and of the launch inside it."""
 
     def __init__(self, call: Callable[..., Any], ledger: Ledger, tables: Callable[[], list[ReplayTable]]) -> None:
         self.call, self.ledger, self._tables = call, ledger, tables
         self.times: list[float] = []
+        self.launches: list[float] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter_ns()
@@ -145,18 +142,35 @@ class Replay:
     def tables(self) -> list[ReplayTable]:
         return self._tables()
 
-    @torch.inference_mode()
-    def launch_us(self, repeats: int = 20) -> float:
-        """Median host microseconds of launching the most used class, nothing around it. Spoils the stream's state."""
-        entries = [entry for table in self.tables for entry in table.classes.values()]
-        launch, times = max(entries, key=lambda entry: entry.replays).recording.launch, []
-        for _ in range(repeats):
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+    def watch(self) -> None:
+        """From now on, time the launch of every class captured so far."""
+        self.times.clear()
+        self.ledger.latencies_us.clear()
+        for recording in {
+            id(e.recording): e.recording for table in self.tables for e in table.classes.values()
+        }.values():
+            recording.launch = self._timed(recording.launch)  # type: ignore[method-assign]
+
+    def _timed(self, launch: Callable[[], Any]) -> Callable[[], Any]:
+        def timed() -> Any:
             start = time.perf_counter_ns()
-            launch()
-            times.append((time.perf_counter_ns() - start) / 1e3)
-        return statistics.median(times)
+            outputs = launch()
+            self.launches.append((time.perf_counter_ns() - start) / 1e3)
+            return outputs
+
+        return timed
+
+    def host_us(self) -> dict[str, float]:
+        """Medians over calls: the launch itself; the rest of the engine's call; the rest of the whole call.
+
+        The rest of the whole call includes, under `torch.compile`, Dynamo's guards.
+        """
+        if not (len(self.times) == len(self.launches) == len(self.ledger.latencies_us)):
+            return {}  # a call that did not replay has no launch to take off
+        engine = [total - launch for total, launch in zip(self.ledger.latencies_us, self.launches, strict=True)]
+        whole = [total - launch for total, launch in zip(self.times, self.launches, strict=True)]
+        named = {"launch": self.launches, "engine_beyond_launch": engine, "call_beyond_launch": whole}
+        return {name: round(statistics.median(values), 1) for name, values in named.items() if values}
 
 
 def _resident_frequencies(device: torch.device) -> None:

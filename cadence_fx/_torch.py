@@ -280,6 +280,14 @@ def pointers_equal(tensors: Sequence[Any], pointers: list[int | None], indices: 
     return all(tensors[i].data_ptr() == pointers[i] for i in indices)
 
 
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """targets[i].copy_(sources[i]) for all i; one call, and on a GPU one launch where dtypes and layouts allow."""
+    if len(targets) == 1:
+        targets[0].copy_(sources[0])
+    elif targets:
+        torch._foreach_copy_(targets, sources)
+
+
 def storage_owners(tensor: torch.Tensor) -> int:
     """How many tensors and storages share this tensor's memory."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from cadence_fx import certify
-from cadence_fx._torch import pointers_equal, tree_flatten, tree_unflatten
+from cadence_fx._torch import copy_all, pointers_equal, tree_flatten, tree_unflatten
 from cadence_fx.bytesops import bytes_equal
 from cadence_fx.errors import CadenceError
 from cadence_fx.ledger import Ledger, log
@@ -131,8 +131,7 @@ class ReplayTable:
             use.carry.enter(args[use.index], use.extent, in_place=use.output is None)
             if use.returned:
                 use.carry.release(args[use.index])
-        for buffer, i in zip(entry.buffers, plan.staged, strict=True):
-            buffer.copy_(args[i])
+        copy_all(entry.buffers, [args[i] for i in plan.staged])
         raw = entry.recording.launch()
         for i, buffer in entry.copy_back:
             args[i].copy_(buffer)
