@@ -32,8 +32,8 @@ from bench import vendor
 from cadence_fx.adapters.token2wav import Token2WavStream
 from cadence_fx.bytesops import digest
 from cadence_fx.ledger import Ledger
-from cadence_fx.replay import ReplayTable
-from cadence_fx.warmup import program_of
+from cadence_fx.lookup import program_of
+from cadence_fx.table import ReplayTable
 
 
 class MelProbe:

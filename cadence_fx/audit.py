@@ -16,9 +16,9 @@ import torch
 from cadence_fx.bytesops import digest, first_difference
 from cadence_fx.errors import AuditMismatch
 from cadence_fx.graph import GraphPlanner
+from cadence_fx.lookup import program_of
 from cadence_fx.program import Program
-from cadence_fx.replay import ReplayTable
-from cadence_fx.warmup import program_of
+from cadence_fx.table import ReplayTable
 
 
 @dataclasses.dataclass(slots=True)

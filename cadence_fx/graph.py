@@ -21,14 +21,14 @@ from cadence_fx.passes import PassContext, RegionSlot, default_passes, run_passe
 from cadence_fx.passes.graphs import GraphFacts, output_node
 from cadence_fx.passes.graphs import location as _location
 from cadence_fx.passes.provenance import Contradicted, Proved, prove_retentions
-from cadence_fx.plan import Miss, Plan, RegionUse
+from cadence_fx.plan import WATCHED, Miss, Plan, RegionUse
 from cadence_fx.retention import Span
 from cadence_fx.signature import compare, region_key, tensor_key
 from cadence_fx.twins import fingerprint, in_terms_of
 
 if TYPE_CHECKING:
+    from cadence_fx.capture import ReplayClass
     from cadence_fx.program import Program
-    from cadence_fx.replay import ReplayClass
 
 _NO_CONTRACT = "nothing declares what is state; pass options={'contract': ...} or use cadence_fx.declare"
 
@@ -75,6 +75,8 @@ class GraphPlanner:
     # -- planning -----------------------------------------------------------------------------------------------------
 
     def plan(self, args: Sequence[Any]) -> Plan | Miss:
+        if self.program.watching:
+            return WATCHED
         point = self.point(args)
         if isinstance(point, Miss):
             return point
@@ -138,6 +140,7 @@ class GraphPlanner:
             fixed=fixed,
             staged=staged,
             mutated=sorted(written & {*fixed, *staged} - scratch),
+            written=sorted(written & {*fixed, *staged}),
             regions=uses,
             fingerprint=fingerprint(aten.graph, self.names),
             notes=self._prove(aten, slots),

@@ -28,6 +28,10 @@ class Miss:
     lasting: bool = False
 
 
+# Warm-up looks at how a call leaves its states; such a call is no traffic and is not counted.
+WATCHED = Miss("watched")
+
+
 @dataclasses.dataclass(slots=True)
 class RegionUse:
     """One region instance in one class.
@@ -63,7 +67,8 @@ class Plan:
         label: names the class in reports: clocks and extents.
         fixed: indices of arguments bound by pointer.
         staged: indices of arguments copied in on each call.
-        mutated: indices of fixed or staged arguments the code writes.
+        mutated: indices of fixed or staged arguments the code writes and whose contents mean something afterwards.
+        written: all indices of fixed or staged arguments the code writes, declared workspaces among them.
         regions: the states.
         draws: whether the computation draws random numbers, as far as its graph tells; None when nothing is known, and
             then the generators are watched while it runs.
@@ -76,6 +81,7 @@ class Plan:
     fixed: list[int]
     staged: list[int]
     mutated: list[int] = dataclasses.field(default_factory=list)
+    written: list[int] = dataclasses.field(default_factory=list)
     regions: list[RegionUse] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     fingerprint: str | None = None

@@ -20,6 +20,7 @@ from torch import fx
 from cadence_fx import paths
 from cadence_fx._torch import CompileSite, own, owner_of, user_options
 from cadence_fx.binding import Instance, bind, declared_path
+from cadence_fx.capture import ReplayClass
 from cadence_fx.catalog import Catalog, CatalogEntry
 from cadence_fx.contract import Contract
 from cadence_fx.errors import ContractError, UnknownArgument, WrongModule, unknown_name
@@ -28,8 +29,8 @@ from cadence_fx.ledger import Ledger
 from cadence_fx.paths import Origin
 from cadence_fx.plan import Miss
 from cadence_fx.recorder import DevicePool
-from cadence_fx.replay import ReplayClass, ReplayTable
 from cadence_fx.storage import Carry
+from cadence_fx.table import ReplayTable
 
 _OPTIONS = ("contract",)
 

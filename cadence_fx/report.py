@@ -8,10 +8,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from cadence_fx._table import aligned
+from cadence_fx.capture import ReplayClass
 from cadence_fx.graph import GraphPlanner
+from cadence_fx.lookup import program_of
 from cadence_fx.program import Program
-from cadence_fx.replay import ExactShapeReplay, ReplayClass, ReplayTable
-from cadence_fx.warmup import program_of
+from cadence_fx.replay import ExactShapeReplay
+from cadence_fx.table import ReplayTable
 
 _MIB = 2**20
 

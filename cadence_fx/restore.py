@@ -8,7 +8,7 @@ import torch
 
 from cadence_fx import paths
 from cadence_fx.errors import UnknownArgument
-from cadence_fx.warmup import program_of
+from cadence_fx.lookup import program_of
 
 
 def restore(compiled: Any, **states: torch.Tensor) -> dict[str, torch.Tensor]:

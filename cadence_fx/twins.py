@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import fx
 
+from cadence_fx.capture import ReplayClass
 from cadence_fx.outputs import OutputRule
 from cadence_fx.plan import Plan
-from cadence_fx.replay import ReplayClass
 
 
 def fingerprint(graph: fx.Graph, names: Sequence[str]) -> str | None:

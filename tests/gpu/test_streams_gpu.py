@@ -141,7 +141,7 @@ def test_dropping_one_class_leaves_the_others_right() -> None:
     """D38: no library workspace lives in the memory of the class that was captured first."""
     with torch.no_grad():
         pair = Pair(BY_NAME["PartialFlush"], DEVICE)
-        program = cadence_fx.warmup.program_of(pair.step, "test")
+        program = cadence_fx.lookup.program_of(pair.step, "test")
         for _, table in program.graphs:
             for key in list(table.classes)[:1]:
                 table.drop(key)

@@ -1,0 +1,183 @@
+"""Capture: from a plan and one call's arguments to a class, or the reason why there is none.
+
+A class is recorded on static arguments: fixed ones themselves, staged ones as copies, states as their carries. It is
+admitted only if its bytes are those of the stock computation (`certify`), and everything it touched is put back, so
+that a call which captures a class is answered like any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cadence_fx import certify
+from cadence_fx.bytesops import bytes_equal
+from cadence_fx.ledger import Ledger, log
+from cadence_fx.outputs import OutputRule, derive_rules
+from cadence_fx.plan import Miss, Plan, destinations
+from cadence_fx.recorder import Recording, record
+from cadence_fx.signature import ALIGNMENT
+
+
+@dataclasses.dataclass(slots=True)
+class ReplayClass:
+    """One signature with its recording.
+
+    Attributes:
+        buffers: static tensors of the staged arguments, in the order of `plan.staged`.
+        pointers: addresses of the fixed arguments, by argument index; None for the others.
+        copy_back: staged arguments that the code writes: their buffers are copied back after a launch.
+        fragile: a launch can raise halfway (on the host), with a state already written in place.
+        written: storage addresses of what the code writes in place and no call may bring under another name.
+    """
+
+    plan: Plan
+    recording: Recording
+    rules: list[OutputRule]
+    buffers: list[torch.Tensor]
+    pointers: list[int | None]
+    capture_seconds: float
+    staging_bytes: int
+    copy_back: list[tuple[int, torch.Tensor]]
+    written: frozenset[int]
+    fragile: bool
+    replays: int = 0
+
+
+def unfit(plan: Plan, args: Sequence[Any], names: Sequence[str]) -> Miss | None:
+    """Why these arguments cannot be bound or staged, if they cannot."""
+    for i in plan.staged:
+        if args[i].data_ptr() % ALIGNMENT:
+            return Miss("alignment", f"{names[i]} does not start at a multiple of {ALIGNMENT} bytes")
+        if _is_unusual(args[i]):
+            return Miss("layout", f"{names[i]} is not a plain strided tensor")
+    for use in plan.regions:
+        if use.output is None and not use.carry.may_point_here(args[use.index]):
+            return Miss(
+                "shared_state", f"{use.carry.name} is written in place and shares its memory with another tensor"
+            )
+    return overlap(plan, _written_homes(plan, args), args, names)
+
+
+def overlap(plan: Plan, written: frozenset[int], args: Sequence[Any], names: Sequence[str]) -> Miss | None:
+    """Copying an argument severs what it shares with another, which is seen when one of the two is written.
+
+    Args:
+        written: storage addresses of what the code writes in place.
+    """
+    if not written:
+        return None
+    seen: dict[int, int] = {}
+    for i in (*plan.staged, *(use.index for use in plan.regions if use.output is not None)):
+        if args[i].numel():
+            home = args[i].untyped_storage().data_ptr()
+            if home in written or (home in seen and {i, seen[home]} & set(plan.mutated)):
+                other = names[seen[home]] if home in seen else "something the code writes"
+                return Miss("overlap", f"{names[i]} shares memory with {other}")
+            seen[home] = i
+    return None
+
+
+def _written_homes(plan: Plan, args: Sequence[Any]) -> frozenset[int]:
+    """What is written in place where it is; a staged argument is written in its copy."""
+    indices = {*plan.written, *(use.index for use in plan.regions if use.output is None)} - set(plan.staged)
+    return frozenset(args[i].untyped_storage().data_ptr() for i in indices if args[i].numel())
+
+
+def capture(plan: Plan, args: Sequence[Any], device: torch.device, ledger: Ledger) -> ReplayClass | Miss:
+    """Record and certify one class."""
+    start = time.perf_counter()
+    for use in plan.regions:
+        use.carry.enter(args[use.index], use.extent, in_place=use.output is None)
+    static_args = list(args)
+    for i in plan.staged:
+        static_args[i] = _static_copy(args[i])
+    for use in plan.regions:
+        static_args[use.index] = use.carry.view(use.extent)
+
+    snapshot = certify.Snapshot(plan, args, static_args, device)
+    try:
+        raw, reference = certify.run_reference(plan, static_args)
+        rules = derive_rules(plan, static_args, raw)
+        del raw
+        drew = snapshot.generators_moved()
+        written = [i for i in plan.staged if i not in plan.mutated and not bytes_equal(static_args[i], args[i])]
+        snapshot.restore()
+        if drew:
+            return Miss("draws_random", f"{plan.label}: the computation draws random numbers")
+        if written:
+            plan.mutated.extend(written)
+            _, reference = certify.run_reference(plan, static_args)
+            snapshot.restore()
+        _, again = certify.run_reference(plan, static_args)
+        snapshot.restore()
+        unstable = reference.differs_from(again)
+        if unstable is not None:
+            what = f"{unstable} differs between two eager runs on the same input"
+            return Miss("not_reproducible", f"{plan.label}: {what}")
+        recording = _record_certified(plan, static_args, reference, snapshot, device, ledger)
+    finally:
+        snapshot.restore()
+    if recording is None:
+        return Miss("certificate", "; ".join(plan.notes) or plan.label)
+    staged = set(plan.staged)
+    return ReplayClass(
+        plan=plan,
+        recording=recording,
+        rules=rules,
+        buffers=[static_args[i] for i in plan.staged],
+        pointers=_addresses(args, plan.fixed),
+        capture_seconds=time.perf_counter() - start,
+        staging_bytes=plan.predicted_bytes(args),
+        copy_back=[(i, static_args[i]) for i in plan.mutated if i in staged],
+        written=_written_homes(plan, static_args),
+        fragile=not recording.static_outputs and any(use.output is None for use in plan.regions),
+    )
+
+
+def _record_certified(
+    plan: Plan,
+    static_args: list[Any],
+    reference: certify.Outcome,
+    snapshot: certify.Snapshot,
+    device: torch.device,
+    ledger: Ledger,
+) -> Recording | None:
+    """The first way to run the class whose bytes are the stock computation's; the others are noted and closed."""
+    everything = [*static_args, *destinations(plan)]
+    for name, run in plan.runs:
+        recording = record(lambda run=run: run(*everything), device)  # type: ignore[misc]
+        snapshot.restore()
+        outcome = certify.run_recording(plan, static_args, recording)
+        snapshot.restore()
+        wrong = outcome.differs_from(reference)
+        if wrong is None:
+            plan.notes.append(f"admitted: {name}")
+            return recording
+        recording.close()
+        plan.notes.append(f"{name} dropped: {wrong} differs from eager in {plan.label}")
+        log.warning("%s: %s", ledger.name, plan.notes[-1])
+    return None
+
+
+def _is_unusual(tensor: torch.Tensor) -> bool:
+    """Sparse, lazily conjugated or negated, or expanded: no copy can fill a static buffer of the same geometry."""
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return True
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _addresses(args: Sequence[Any], fixed: list[int]) -> list[int | None]:
+    wanted = set(fixed)
+    return [arg.data_ptr() if i in wanted else None for i, arg in enumerate(args)]
+
+
+def _static_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A static buffer of the same geometry, with the same contents."""
+    buffer = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    buffer.copy_(tensor)
+    return buffer

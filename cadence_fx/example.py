@@ -1,0 +1,305 @@
+"""One example call, and from it a call at any point of the catalog.
+
+Warm-up needs every declared call before there is traffic. Each is made from the user's own first call: states at the
+extents of a catalog entry, inputs at the sizes of its advance, everything else as given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from cadence_fx import paths
+from cadence_fx._torch import backend_error, copy_marks, mark_dynamic, module_of, tree_leaves, tree_map_only
+from cadence_fx.binding import Instance, declared_path
+from cadence_fx.catalog import CatalogEntry
+from cadence_fx.contract import Region
+from cadence_fx.errors import (
+    AxisOutOfRange,
+    CadenceError,
+    CatalogMismatch,
+    ContractError,
+    NotServed,
+    UnexplainedSize,
+    UnknownArgument,
+    WrongModule,
+)
+from cadence_fx.program import Program
+
+
+class ExampleCall:
+    """Makes calls of the compiled callable at any catalog entry out of one example call."""
+
+    def __init__(
+        self, program: Program, compiled: Any, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        assert program.contract is not None  # warm_up has refused a program without one
+        self.program, self.contract = program, program.contract
+        self.compiled = compiled
+        self.module = module_of(original)
+        target: Any = original
+        if self.module is not None and original is self.module:
+            target = self.module.forward
+        self.signature = inspect.signature(target)
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise ContractError(
+                f"the example call does not fit the compiled callable: {error}", field="args"
+            ) from error
+        self.example: dict[str, Any] = bound.arguments
+        self.args, self.kwargs = args, kwargs
+        self._generator = torch.Generator().manual_seed(0)
+
+    # -- checks before anything runs ----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Compare the declaration with the callable and the example call."""
+        contract = self.contract
+        names = list(self.signature.parameters)
+        named = [r.argument for r in contract.regions if r.argument] + [i.argument for i in contract.inputs]
+        unknown = [a for a in named if paths.parse(a)[0] not in names]
+        attributes = [r for r in contract.regions if r.attribute is not None]
+        if contract.regions and len(unknown) == len(named) == len(contract.regions) + len(contract.inputs) > 1:
+            raise WrongModule(
+                contract.name or repr(contract),
+                ", ".join(named),
+                type(self.module).__name__ if self.module is not None else "function",
+            )
+        if unknown:
+            owner = next((r.name for r in contract.regions if r.argument == unknown[0]), None)
+            raise UnknownArgument(unknown[0], names, region=owner)
+        for region in attributes:
+            if self.module is None or not paths.expand(self.module, declared_path(region)):
+                raise UnknownArgument(
+                    region.attribute or "", _attributes(self.module), field="attribute", region=region.name
+                )
+        for region in contract.regions:
+            for path, leaf in self._leaves(region):
+                self._check_leaf(region, path, leaf)
+        for declared in contract.inputs:
+            for path in paths.expand(self.example, paths.parse(declared.argument)):
+                leaf = paths.get(self.example, path)
+                if not isinstance(leaf, torch.Tensor):
+                    raise ContractError(f"{declared.argument!r} is {type(leaf).__name__}, not a tensor", field="inputs")
+                if not -leaf.dim() <= declared.axis < leaf.dim():
+                    raise AxisOutOfRange(declared.argument, declared.axis, list(leaf.shape))
+
+    def _check_leaf(self, region: Region, path: paths.Path, leaf: Any) -> None:
+        if not isinstance(leaf, torch.Tensor):
+            raise ContractError(
+                f"{paths.spell(path)} is {type(leaf).__name__}; warm-up needs a state tensor at its starting extent",
+                field="argument" if region.argument else "attribute",
+                region=region.name,
+            )
+        for axis in region.axes:
+            if not -leaf.dim() <= axis < leaf.dim():
+                raise AxisOutOfRange(paths.spell(path), axis, list(leaf.shape), region=region.name)
+        if region.frame_axis is not None and region.persistent:
+            size, reached = (
+                leaf.shape[region.frame_axis],
+                sorted({e.extent_of(region.name) for e in self.program.catalog}),
+            )
+            if size not in reached:
+                raise ContractError(
+                    f"axis {region.frame_axis} of {paths.spell(path)} has {size} in the example call; "
+                    f"the declared extents are {reached}",
+                    field="start",
+                    region=region.name,
+                )
+
+    def _leaves(self, region: Region) -> Iterator[tuple[paths.Path, Any]]:
+        root: Any = self.example if region.argument is not None else self.module
+        for path in paths.expand(root, declared_path(region)):
+            yield path, paths.get(root, path)
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def watch(self, entry: CatalogEntry) -> None:
+        """One eager call, to see which output of which graph is which state."""
+        try:
+            with self._watching():
+                result = self._call(entry)
+        except Exception as error:
+            inner = backend_error(error)
+            if isinstance(inner, CadenceError) or entry == self.program.catalog.entries[0]:
+                raise
+            raise ContractError(self._suspects(entry, inner), field="regions") from error
+        self._refuse_unexplained()
+        self._recognise(result)
+
+    def capture(self, entry: CatalogEntry) -> None:
+        """One call that captures its class."""
+        self._call(entry)
+        if entry not in self.program.settled:
+            self._explain(entry)
+
+    def _suspects(self, entry: CatalogEntry, error: BaseException) -> str:
+        """The code works at the example's extents and fails at another declared point: something that grows is not
+        declared."""
+        declared = {
+            paths.parse(a)[0]
+            for a in (*(r.argument for r in self.contract.regions), *(i.argument for i in self.contract.inputs))
+            if a
+        }
+        tensors = [
+            k
+            for k, v in self.example.items()
+            if k not in declared and any(isinstance(x, torch.Tensor) for x in tree_leaves(v))
+        ]
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        return (
+            f"the code fails at the declared call {entry}: {first}. "
+            f"Arguments that are not declared and may have to grow: {', '.join(tensors) or 'none'}"
+        )
+
+    def as_given(self) -> None:
+        """The user's own example call: its layouts may be another Dynamo graph than the carries' are."""
+        arguments = {k: _cloned(v) for k, v in self.example.items()}
+        with self._watching():
+            self._invoke(arguments)
+        self._invoke({k: _cloned(v) for k, v in self.example.items()})
+
+    def _explain(self, entry: CatalogEntry) -> None:
+        """A declared call that was not captured: say why as an error, since this is before traffic."""
+        ledger = self.program.ledger
+        for reason in ledger.misses:
+            if reason != "undeclared_extents":
+                raise NotServed(entry, reason, "; ".join(ledger.details.get(reason, {})))
+        raise CatalogMismatch([entry])
+
+    def _refuse_unexplained(self) -> None:
+        """In the declared stream only declared sizes vary, so a symbol that no clock explains is a mistake."""
+        for planner, _ in self.program.graphs:
+            for first in planner.binding.unexplained:
+                raise UnexplainedSize(
+                    first.accessor,
+                    first.axis,
+                    first.size,
+                    [c.name for c in self.contract.clocks],
+                    location=first.location,
+                )
+
+    def _call(self, entry: CatalogEntry) -> Any:
+        arguments = {k: _cloned(v) for k, v in self.example.items()}
+        contract = self.contract
+        for declared in contract.inputs:
+            period = contract.clock(declared.clock).period
+            size = declared.size(period if period is not None else entry.advance_of(declared.clock))
+            for path in paths.expand(arguments, paths.parse(declared.argument)):
+                arguments = paths.put(
+                    arguments,
+                    path,
+                    self._sized(
+                        paths.get(arguments, path),
+                        declared.axis,
+                        size,
+                        len(contract.advances_of(declared.clock)) > 1 if period is None else False,
+                    ),
+                )
+        for region in contract.regions:
+            if not region.persistent or region.mutability != "carry":
+                continue
+            for path, leaf in self._leaves(region):
+                state = self._state(region, path, leaf, entry)
+                if region.argument is not None:
+                    arguments = paths.put(arguments, path, state)
+                else:
+                    paths.put(self.module, path, state)
+        return self._invoke(arguments)
+
+    def _state(self, region: Region, path: paths.Path, leaf: torch.Tensor, entry: CatalogEntry) -> torch.Tensor:
+        """A state at the entry's extent: the example's own frames, repeated where it has too few."""
+        axis = region.frame_axis
+        if axis is None:
+            return leaf.clone(memory_format=torch.contiguous_format)
+        extent = entry.extent_of(region.name)
+        several = len({e.extent_of(region.name) for e in self.program.catalog}) > 1
+        return self._sized(leaf, axis, extent, several)
+
+    def _sized(self, leaf: torch.Tensor, axis: int, size: int, symbolic: bool) -> torch.Tensor:
+        if leaf.shape[axis] == 0 and size:
+            shape = list(leaf.shape)
+            shape[axis] = size
+            made = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+            if leaf.dtype.is_floating_point:
+                made.copy_(torch.randn(shape, generator=self._generator).to(leaf.dtype))
+            else:
+                made.zero_()
+        elif leaf.shape[axis] == size:
+            made = leaf.clone(memory_format=torch.contiguous_format)
+        else:
+            positions = torch.arange(size, device=leaf.device) % leaf.shape[axis]
+            made = leaf.index_select(axis, positions)
+        if symbolic and size > 1:
+            mark_dynamic(made, axis)
+        return made
+
+    def _invoke(self, arguments: dict[str, Any]) -> Any:
+        bound = inspect.BoundArguments(self.signature, arguments)  # type: ignore[arg-type]
+        return self.compiled(*bound.args, **bound.kwargs)
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Calls inside run eager, and their graphs keep their raw outputs."""
+        self.program.watching = True
+        try:
+            yield
+        finally:
+            self.program.watching = False
+
+    def _recognise(self, result: Any) -> None:
+        """Find each region's new state among the raw outputs of the graphs, by identity."""
+        for planner, _ in self.program.graphs:
+            for instance in planner.binding.instances:
+                state = self._returned(instance, result)
+                if state is None:
+                    continue
+                for i, out in enumerate(planner.last_outputs):
+                    if out is state:
+                        planner.pairing.outputs[instance.key] = i
+            planner.last_outputs = ()
+
+    def _returned(self, instance: Instance, result: Any) -> Any:
+        region = instance.region
+        try:
+            if region.attribute is not None:
+                return paths.get(self.module, instance.path)
+            if region.result is None:
+                return None
+            pattern = paths.parse(region.result) if isinstance(region.result, str) else (region.result,)
+            if pattern == (0,) and isinstance(result, torch.Tensor):
+                return result
+            stars = [
+                step
+                for step, declared in zip(instance.path, declared_path(region), strict=True)
+                if declared == paths.ANY
+            ]
+            concrete = tuple(stars.pop(0) if step == paths.ANY else step for step in pattern)
+            return paths.get(result, concrete)
+        except (LookupError, IndexError):
+            return None
+
+
+def _attributes(module: torch.nn.Module | None) -> list[str]:
+    """Names under which a module keeps tensors of its own, for suggestions."""
+    if module is None:
+        return []
+    return [n for n, _ in module.named_buffers()] + [k for k in vars(module) if not k.startswith("_")]
+
+
+def _cloned(value: Any) -> Any:
+    """Containers of tensors, cloned: warm-up never writes into the caller's own arguments."""
+    return tree_map_only(torch.Tensor, lambda t: copy_marks(t, _twin(t)), value)
+
+
+def _twin(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, which are part of the signature; an expanded tensor is its own copy."""
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return tensor.clone()
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)

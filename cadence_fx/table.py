@@ -1,0 +1,209 @@
+"""Tables of classes: key, admission, staging, launch, misses (paper section 3.3).
+
+Every clause fails closed: a call that is not proved runs eager and is counted with its reason.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cadence_fx._torch import copy_all, pointers_equal
+from cadence_fx.capture import ReplayClass, capture, overlap, unfit
+from cadence_fx.errors import CadenceError
+from cadence_fx.ledger import Ledger, log
+from cadence_fx.outputs import hand_out
+from cadence_fx.plan import WATCHED, Miss, Planner
+from cadence_fx.signature import Unkeyable, call_key
+
+# Invalidations by one argument after which a table stops capturing: it is unlikely to be the last.
+_RESTLESS = 3
+_NEEDS_GRAD = Miss("requires_grad", "an input requires grad and grad mode is on; serve under no_grad or inference_mode")
+
+
+class ReplayTable:
+    """The table of classes of one callable with flat arguments: admission, capture, launch, miss.
+
+    Args:
+        planner: builds classes and runs eager.
+        roles: indices of the (region, staged, scalar, fixed) arguments.
+        names: what the user calls each argument.
+        device: where the callable runs.
+        ledger: where everything is counted.
+        max_classes: most classes this table will capture.
+        lock: serialises calls (one for all tables that share carries).
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        roles: tuple[list[int], list[int], list[int], list[int]],
+        names: Sequence[str],
+        device: torch.device,
+        ledger: Ledger,
+        max_classes: int,
+        lock: Any,
+    ) -> None:
+        self.planner = planner
+        self.names = names
+        self.regions, self.staged, self.scalars, self.fixed = roles
+        self.device = device
+        self.ledger = ledger
+        self.max_classes = max_classes
+        self.classes: dict[tuple[Any, ...], ReplayClass] = {}
+        self.refused: dict[tuple[Any, ...], Miss] = {}
+        self.sealed = False
+        self._lock = lock
+        self._moves: dict[int, int] = {}
+        self._tensors = sorted([*self.regions, *self.staged, *self.fixed])
+
+    # -- the hot path -------------------------------------------------------------------------------------------------
+
+    def __call__(self, args: Sequence[Any]) -> Any:
+        start = time.perf_counter_ns()
+        with self._lock:
+            result = self._call(args)
+        self.ledger.latencies_us.append((time.perf_counter_ns() - start) / 1e3)
+        return result
+
+    def _call(self, args: Sequence[Any]) -> Any:
+        try:
+            key = call_key(args, self.regions, self.staged, self.scalars, self.device.type)
+        except Unkeyable as error:
+            return self._miss(args, Miss("unkeyable", str(error)))
+        entry = self.classes.get(key)
+        if entry is None or entry.recording.closed:
+            answer = self._consider(key, args)
+            if isinstance(answer, Miss):
+                return self._miss(args, answer)
+            entry = answer
+        elif not pointers_equal(args, entry.pointers, entry.plan.fixed):
+            return self._moved(key, entry, args)
+        if entry.written:
+            shared = overlap(entry.plan, entry.written, args, self.names)
+            if shared is not None:
+                return self._miss(args, shared)
+        if torch.is_grad_enabled() and self._needs_grad(args):
+            return self._miss(args, _NEEDS_GRAD)
+        plan = entry.plan
+        for use in plan.regions:
+            use.carry.enter(args[use.index], use.extent, in_place=use.output is None)
+            if use.returned:
+                use.carry.release(args[use.index])
+        copy_all(entry.buffers, [args[i] for i in plan.staged])
+        raw = entry.recording.launch() if not entry.fragile else _launch_or_restore(entry)
+        for i, buffer in entry.copy_back:
+            args[i].copy_(buffer)
+        entry.replays += 1
+        self.ledger.replays += 1
+        return hand_out(entry.rules, raw, args, entry.recording.static_outputs)
+
+    # -- everything else ----------------------------------------------------------------------------------------------
+
+    def _miss(self, args: Sequence[Any], miss: Miss) -> Any:
+        if miss is not WATCHED:
+            self.ledger.miss(miss.reason, miss.detail)
+        return self.planner.run_eager(args)
+
+    def _needs_grad(self, args: Sequence[Any]) -> bool:
+        return any(args[i].requires_grad for i in self._tensors)
+
+    def _moved(self, key: tuple[Any, ...], entry: ReplayClass, args: Sequence[Any]) -> Any:
+        """A tensor bound by pointer is elsewhere now: drop the class and serve this call eager.
+
+        The next call captures anew, unless the tensor keeps moving: then it is state that nobody declared.
+        """
+        moved = next(i for i in entry.plan.fixed if args[i].data_ptr() != entry.pointers[i])
+        name = self.names[moved]
+        self._moves[moved] = self._moves.get(moved, 0) + 1
+        self.ledger.invalidate("address", f"{name} moved")
+        self.drop(key)
+        return self._miss(args, Miss("address", f"{name} is not where it was captured"))
+
+    def _restless(self) -> Miss | None:
+        for i, moves in self._moves.items():
+            if moves >= _RESTLESS:
+                return Miss(
+                    "unstable_address", f"{self.names[i]} is a new tensor on every call; declare it as a Region"
+                )
+        return None
+
+    def drop(self, key: tuple[Any, ...]) -> None:
+        """Forget one class and what it holds."""
+        self.classes.pop(key).recording.close()
+
+    def clear(self) -> None:
+        """Forget every class."""
+        for key in list(self.classes):
+            self.drop(key)
+        self.refused.clear()
+
+    def _consider(self, key: tuple[Any, ...], args: Sequence[Any]) -> ReplayClass | Miss:
+        """Capture a class for a signature that has none, or say why not."""
+        refused = self.refused.get(key)
+        if refused is not None:
+            return refused
+        if torch.is_grad_enabled() and self._needs_grad(args):
+            return _NEEDS_GRAD
+        if self.sealed:
+            unknown = self.planner.unknown(args)
+            if unknown is not None:
+                return unknown
+        restless = self._restless()
+        if restless is not None:
+            return restless
+        plan = self.planner.plan(args)
+        if isinstance(plan, Miss):
+            return self._refuse(key, plan) if plan.lasting else plan
+        if len(self.classes) >= self.max_classes:
+            return Miss(
+                "too_many_classes",
+                f"the table holds its limit of {self.max_classes} classes; raise Contract.max_classes to allow more",
+            )
+        problem = unfit(plan, args, self.names)
+        if problem is not None:
+            return problem
+        twin: ReplayClass | None = self.planner.twin(plan, args, key)
+        if twin is not None:
+            self.classes[key] = twin
+            return twin
+        try:
+            entry = capture(plan, args, self.device, self.ledger)
+        except CadenceError:
+            raise
+        except Exception as error:  # a failed capture is a refusal of this class alone, whatever went wrong in it
+            log.exception("%s: capture of %s failed", self.ledger.name, plan.label)
+            entry = Miss(
+                "capture_failed",
+                f"{plan.label}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            )
+        if isinstance(entry, Miss):
+            return self._refuse(key, entry)
+        self.classes[key] = entry
+        self.planner.admitted(plan, key, entry)
+        self.ledger.captures += 1
+        self.ledger.late_captures += self.sealed
+        self.ledger.capture_seconds += entry.capture_seconds
+        if self.sealed:
+            log.warning("%s: class %s captured after the seal", self.ledger.name, plan.label)
+        return entry
+
+    def _refuse(self, key: tuple[Any, ...], miss: Miss) -> Miss:
+        self.ledger.refuse(miss.reason, miss.detail)
+        self.refused[key] = miss
+        return miss
+
+
+def _launch_or_restore(entry: ReplayClass) -> Sequence[Any]:
+    """Launch; if an operator raises halfway, the states that the code writes in place are as they were."""
+    states = [use.carry.view(use.extent) for use in entry.plan.regions if use.output is None]
+    saved = [state.clone() for state in states]
+    try:
+        return entry.recording.launch()
+    except BaseException:
+        for state, before in zip(states, saved, strict=True):
+            state.copy_(before)
+        raise
