@@ -33,7 +33,7 @@ def parse(text: str) -> Path:
     source, first = "", True
     for part in _split(text):
         if part.startswith("["):
-            source += part.replace("[*]", "['*']")
+            source += ("_root" if first else "") + part.replace("[*]", "['*']")
         elif first and part.isidentifier():
             source += part
         elif part.isidentifier():

@@ -1,0 +1,170 @@
+"""What stands between a wrong rewrite and the user: the certificate at capture, and the audit afterwards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch.fx.passes.infra.pass_base import PassResult
+
+import cadence_fx
+import cadence_fx.graph
+from cadence_fx.errors import AuditMismatch
+from cadence_fx.lookup import program_of
+from cadence_fx.passes import PassContext, default_passes
+from tests.harness import Pair
+from tests.streams import BY_NAME
+
+
+@pytest.fixture(autouse=True)
+def _serving() -> None:
+    torch.set_grad_enabled(False)
+
+
+class Rounded:
+    """A tempting pass: the same value up to rounding. softmax(x) becomes softmax(x + 1): equal on paper."""
+
+    name = "rounded"
+
+    def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+        changed = False
+        for node in list(gm.graph.nodes):
+            if node.op == "call_function" and "softmax" in str(node.target):
+                with gm.graph.inserting_before(node):
+                    shifted = gm.graph.call_function(torch.ops.aten.add.Scalar, (node.args[0], 1.0))
+                shifted.meta["val"] = node.args[0].meta["val"]
+                node.replace_input_with(node.args[0], shifted)
+                changed = True
+        return PassResult(gm, changed)
+
+
+class Exploding:
+    name = "exploding"
+
+    def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+        raise ZeroDivisionError("in the pass")
+
+
+def with_pass(pass_: Any, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    monkeypatch.setattr(cadence_fx.graph, "default_passes", lambda: [*default_passes(), pass_])
+    return Pair(BY_NAME["AppendLast"])
+
+
+def notes(pair: Pair) -> list[str]:
+    return [note for row in cadence_fx.report(pair.step)["class_table"] for note in row["notes"]]
+
+
+def test_a_pass_that_changes_bytes_is_dropped_and_the_class_served_unrewritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = with_pass(Rounded(), monkeypatch)
+    for _ in range(8):
+        pair.call()
+    assert pair.missed() == Counter()
+    assert any(note.startswith("rewritten in place dropped: ") and "differs from eager" in note for note in notes(pair))
+    assert "admitted: state copied back" in notes(pair)
+    assert len({a for seen in pair.addresses.values() for a in seen}) == 1
+
+
+def test_a_pass_that_raises_is_named_and_the_class_served_unrewritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = with_pass(Exploding(), monkeypatch)
+    for _ in range(8):
+        pair.call()
+    assert pair.missed() == Counter()
+    assert any("'exploding' failed: ZeroDivisionError" in note for note in notes(pair))
+
+
+def test_a_class_whose_every_form_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left to run but the stock code, and that is what runs."""
+
+    def wrong(forward: Any, uses: Any) -> Any:
+        def run(*everything: Any) -> list[Any]:
+            outputs = list(forward(*everything[: len(everything) - 1]))
+            everything[-1].copy_(outputs[1])
+            return [outputs[0] + 1, everything[-1]]
+
+        return run
+
+    monkeypatch.setattr(cadence_fx.graph, "_written_back", wrong)
+    pair = with_pass(Rounded(), monkeypatch)
+    for _ in range(8):
+        pair.call()
+    assert pair.missed() == Counter({"certificate": 8})
+    assert cadence_fx.report(pair.step)["refusals"] == {"certificate": 4}
+
+
+def corrupt(pair: Pair, what: str, byte: int) -> None:
+    """From now on every launch flips one byte of an output or of the new state, after the kernels have run."""
+    program = program_of(pair.step, "test")
+    for _, table in program.graphs:
+        for entry in table.classes.values():
+            launch, use = entry.recording.launch, entry.plan.regions[0]
+
+            def flipped(launch: Any = launch, use: Any = use) -> Any:
+                outputs = launch()
+                target = use.carry.view(use.next_extent) if what == "state" else outputs[0]
+                target.view(-1).view(torch.uint8)[byte] ^= 1
+                return outputs
+
+            entry.recording.launch = flipped  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("what", ["state", "output"])
+def test_an_audit_stops_at_the_first_wrong_byte(what: str) -> None:
+    pair = Pair(BY_NAME["AppendLast"])
+    with cadence_fx.audit(pair.step) as ledger:
+        for _ in range(4):
+            pair.call()
+        corrupt(pair, what, byte=4 * 8 * 2)  # the first element of frame 2 of batch 0; a frame has 8 elements
+        with pytest.raises(AuditMismatch) as caught:
+            pair.call()
+    error = caught.value
+    assert (ledger.calls, error.call) == (5, 5)
+    assert ("region cache" if what == "state" else "output 0") in error.where
+    assert (error.axis, error.start, error.stop) == (1 if what == "state" else error.axis, error.start, error.stop)
+    if what == "state":
+        assert (error.start, error.stop) == (2, 3)
+    assert bytes(a ^ b for a, b in zip(error.expected, error.actual, strict=True)) == b"\x01\0\0\0"
+    assert "call 5" in str(error)
+
+
+def test_without_an_audit_nobody_would_have_noticed() -> None:
+    """The control of the test above: the corruption is real, and only the comparison with eager sees it."""
+    pair = Pair(BY_NAME["AppendLast"])
+    pair.call()
+    corrupt(pair, "output", byte=0)
+    with pytest.raises(AssertionError, match="bytes differ from eager"):
+        pair.call()
+
+
+def test_the_ledger_of_an_audit_holds_a_hash_for_each_call() -> None:
+    hashes = []
+    for _ in range(2):
+        pair = Pair(BY_NAME["PromptAppend"])
+        with cadence_fx.audit(pair.step) as ledger:
+            for _ in range(5):
+                pair.call()
+        hashes.append(ledger.hashes)
+        assert ledger.tensors > 10
+    assert hashes[0] == hashes[1] and len(set(hashes[0])) == 5
+
+
+class Unstable(torch.nn.Module):
+    """Eager itself does not repeat: it counts its own calls in a buffer nobody sees as state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = [0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen[0] += 1
+        return x * self.seen[0]
+
+
+def test_a_baseline_that_does_not_repeat_is_not_blamed_on_the_replay() -> None:
+    replay = cadence_fx.ExactShapeReplay(Unstable())
+    x = torch.randn(4)
+    replay(x)
+    assert dict(replay.ledger.refusals) == {"not_reproducible": 1}
+    assert not replay.classes
