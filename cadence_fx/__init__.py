@@ -18,7 +18,6 @@ from cadence_fx.errors import ContractError as ContractError
 from cadence_fx.errors import ContractFileError as ContractFileError
 from cadence_fx.errors import NotCapturable as NotCapturable
 from cadence_fx.errors import NotCompiled as NotCompiled
-from cadence_fx.errors import NotDeterministic as NotDeterministic
 from cadence_fx.errors import NotServed as NotServed
 from cadence_fx.errors import PassFailed as PassFailed
 from cadence_fx.errors import RetentionMismatch as RetentionMismatch
@@ -54,7 +53,6 @@ __all__ = [
     "KeepLast",
     "NotCapturable",
     "NotCompiled",
-    "NotDeterministic",
     "NotServed",
     "PassFailed",
     "Pinned",

@@ -289,21 +289,6 @@ class NotCompiled(CadenceError):
         )
 
 
-class NotDeterministic(CadenceError):
-    """Eager itself does not repeat its bytes, so no replay could be certified against it."""
-
-    reason = "not_deterministic"
-
-    def __init__(self, where: str, operator: str | None = None) -> None:
-        self.where = where
-        self.operator = operator
-        by = f"; the first operator to differ is {operator}" if operator else ""
-        super().__init__(
-            f"two eager runs of {where} on equal inputs gave different bytes{by}. "
-            "Turn on torch.use_deterministic_algorithms and its companions, or leave this callable eager."
-        )
-
-
 class PassFailed(CadenceError):
     """A pass raised; the passes that had run before it are named."""
 

@@ -36,6 +36,11 @@ EXAMPLES: list[tuple[CadenceError, str, list[str]]] = [
     ),
     (errors.CatalogTooWide(900, 64, "30 x 30", exact=False), "catalog_too_wide", ["more than 64", "at most 900"]),
     (errors.CatalogMismatch(["a", "b"], ["c"]), "catalog_mismatch", ["2 reachable", "first: a", "1 served", "c"]),
+    (
+        errors.NotServed("frames +3: cache 2 -> 5", "requires_grad", "an input requires grad"),
+        "requires_grad",
+        ["frames +3: cache 2 -> 5", "requires_grad", "an input requires grad"],
+    ),
     (errors.StaleState("cache"), "stale_state", ["'cache'", "clone"]),
     (
         errors.AuditMismatch(
@@ -46,7 +51,6 @@ EXAMPLES: list[tuple[CadenceError, str, list[str]]] = [
     ),
     (errors.NotCapturable("reads_host", "item", "m.py:3"), "reads_host", ["'item'", "m.py:3", "reads_host"]),
     (errors.NotCompiled("report", print), "not_compiled", ["report()", "torch.compile", "builtin_function"]),
-    (errors.NotDeterministic("class 3", "aten.convolution"), "not_deterministic", ["class 3", "aten.convolution"]),
     (
         errors.PassFailed("fold", ["prove", "lift"], ValueError("bad node")),
         "pass_failed",
