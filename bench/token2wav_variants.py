@@ -120,7 +120,7 @@ class Subject:
     def _hand(self, fn: Callable[..., Any], name: str) -> Replay:
         """`fn` captured by hand."""
         replay = cadence_fx.ExactShapeReplay(fn, name=name)
-        self.replays.append(Replay(replay, replay.ledger, lambda: [table for table, _ in replay._tables.values()]))
+        self.replays.append(Replay(replay, replay.ledger, lambda: list(replay._tables.values())))
         return self.replays[-1]
 
 

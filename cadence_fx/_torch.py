@@ -22,6 +22,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 tree_flatten = pytree.tree_flatten
 tree_unflatten = pytree.tree_unflatten
@@ -43,7 +44,11 @@ class CompileSite:
         wrapper: the object that one `torch.compile` call owns; None for a backend called by hand.
         module, module_name: the `nn.Module` whose method is being compiled and the local that holds it.
         values: the locals of the frame being compiled.
-        results: graph node name -> how often its value leaves the frame (in the result, in attributes, in containers).
+        resumes: the frame goes on after a graph break; its locals are not the user's arguments.
+        returns: path in the user's result -> name of the graph node that is there; None when Dynamo's picture of the
+            frame could not be read, or the frame does not return here.
+        assigned: Dynamo's source of a module attribute -> name of the graph node that the frame has put there.
+        times: graph node name -> how often its value leaves the frame.
         returned_inputs: names of graph inputs that leave it as they came.
     """
 
@@ -51,7 +56,10 @@ class CompileSite:
     module: torch.nn.Module | None = None
     module_name: str | None = None
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
-    results: Counter[str] = dataclasses.field(default_factory=Counter)
+    resumes: bool = False
+    returns: dict[tuple[Any, ...], str] | None = None
+    assigned: dict[str, str] | None = None
+    times: Counter[str] = dataclasses.field(default_factory=Counter)
     returned_inputs: set[str] = dataclasses.field(default_factory=set)
 
 
@@ -59,6 +67,7 @@ def compile_site() -> CompileSite:
     """Find the `torch.compile` call and the frame being compiled on the Python stack; Dynamo offers no other way."""
     site = CompileSite()
     frame = sys._getframe(1)
+    output = None
     for _ in range(64):
         if frame is None:
             break
@@ -66,54 +75,68 @@ def compile_site() -> CompileSite:
         if site.wrapper is None and isinstance(owner, CompileWrapper):
             site.wrapper = owner
         if isinstance(owner, OutputGraph):
-            root = owner.root_tx
-            site.values = dict(root.f_locals)
-            first = root.f_code.co_varnames[:1] if root.f_code.co_argcount else ()
-            if first and isinstance(site.values.get(first[0]), torch.nn.Module):
-                site.module, site.module_name = site.values[first[0]], first[0]
-            # A frame whose results cannot be read is treated like one that returns everything once.
-            with contextlib.suppress(Exception):
-                _read_results(owner, site)
-            break
+            output = owner
+            if frame.f_code.co_name == "compile_subgraph":
+                # A frame that cannot be read is treated like one of which nothing is known.
+                with contextlib.suppress(Exception):
+                    _read_results(output, bool(frame.f_locals["reason"].graph_break), site)
+                break
         frame = frame.f_back  # type: ignore[assignment]
+    if output is not None:
+        code = output.root_tx.f_code
+        site.values = dict(output.root_tx.f_locals)
+        site.resumes = code.co_name.startswith("torch_dynamo_resume_in")
+        # The module is `self`, or what a wrapper around it calls `fn`.
+        for name in (*(code.co_varnames[:1] if code.co_argcount else ()), "fn"):
+            if isinstance(site.values.get(name), torch.nn.Module):
+                site.module, site.module_name = site.values[name], name
+                break
     return site
 
 
-def _read_results(output: OutputGraph, site: CompileSite) -> None:
-    """Count what leaves the frame. Dynamo gives two equal results one graph output, so the graph alone cannot tell."""
-    effects = output.side_effects
-    leaving = list(output.root_tx.stack)
-    for attributes in effects.store_attr_mutations.values():
-        leaving += list(attributes.values())
-    seen: set[int] = set()
-    nodes = _tensor_nodes(leaving, seen)
-    changed = [v for v in effects.id_to_variable.values() if _contents(v) is not None and effects.is_modified(v)]
-    site.results = Counter(n.name for n in (*nodes, *_tensor_nodes(changed, seen)) if n.op != "placeholder")
-    site.returned_inputs = {n.name for n in nodes if n.op == "placeholder"}
+def _read_results(output: OutputGraph, breaks: bool, site: CompileSite) -> None:
+    """What leaves the frame, and where to. Dynamo gives two equal results one graph output, so the graph cannot
+    tell."""
+    effects, frame = output.side_effects, output.root_tx
+    results = [(path, node) for value in frame.stack for path, node in _tensor_nodes(value, ())]
+    leaving = [node for _, node in results]
+    if breaks:  # the frame goes on elsewhere with its locals
+        leaving += [node for value in frame.symbolic_locals.values() for _, node in _tensor_nodes(value, ())]
+    else:
+        site.returns = {path: node.name for path, node in results}
+    site.assigned = {}
+    for owner, attributes in effects.store_attr_mutations.items():
+        for name, value in attributes.items():
+            nodes = [node for _, node in _tensor_nodes(value, ())]
+            leaving += nodes
+            if len(nodes) == 1 and owner.source is not None:
+                source = owner.source.name
+                site.assigned[f"{source() if callable(source) else source}.{name}"] = nodes[0].name
+    site.returned_inputs = {node.name for node in leaving if node.op == "placeholder"}
+    shown = {id(value) for value in frame.stack}
+    for value in effects.id_to_variable.values():
+        if _contents(value) is not None and effects.is_modified(value) and id(value) not in shown:
+            leaving += [node for _, node in _tensor_nodes(value, ()) if node not in leaving]
+    site.times = Counter(node.name for node in leaving)
 
 
-def _contents(variable: Any) -> list[Any] | None:
-    """Elements of a list, tuple or dict in Dynamo's picture of it."""
+def _contents(variable: Any) -> list[tuple[Any, Any]] | None:
+    """Keys and elements of a list, tuple or dict in Dynamo's picture of it."""
     items = getattr(variable, "items", None)
     if isinstance(items, dict):
-        return list(items.values())
-    return list(items) if isinstance(items, (list, tuple)) else None
+        return [(getattr(getattr(key, "vt", key), "value", str(key)), value) for key, value in items.items()]
+    return list(enumerate(items)) if isinstance(items, (list, tuple)) else None
 
 
-def _tensor_nodes(variables: list[Any], seen: set[int]) -> list[fx.Node]:
-    """Graph nodes of the tensors in Dynamo's picture of some values; `seen` containers are not entered again."""
-    found: list[fx.Node] = []
-    pending = list(variables)
-    while pending:
-        variable = pending.pop()
-        variable = variable.realize() if hasattr(variable, "realize") else variable
-        node = getattr(getattr(variable, "proxy", None), "node", None)
-        contents = _contents(variable)
-        if isinstance(node, fx.Node):
-            found.append(node)
-        elif contents is not None and id(variable) not in seen:
-            seen.add(id(variable))
-            pending += contents
+def _tensor_nodes(variable: Any, path: tuple[Any, ...]) -> list[tuple[tuple[Any, ...], fx.Node]]:
+    """Graph nodes of the tensors in Dynamo's picture of a value, each with its path in it."""
+    variable = variable.realize() if hasattr(variable, "realize") else variable
+    node = getattr(getattr(variable, "proxy", None), "node", None)
+    if isinstance(node, fx.Node):
+        return [(path, node)]
+    found = []
+    for key, value in (_contents(variable) or []) if len(path) < 16 else []:
+        found += _tensor_nodes(value, (*path, key))
     return found
 
 
@@ -238,7 +261,14 @@ def to_static_aten(gm: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphModu
     interpreter = fx.Interpreter(gm)  # keeps the user's file and line on every aten node
     with tracing(None), FakeTensorMode(allow_non_fake_inputs=True) as mode, fx.traceback.preserve_node_meta():
         fakes = [mode.from_tensor(a, static_shapes=True) if isinstance(a, torch.Tensor) else a for a in arguments]
-        traced: fx.GraphModule = make_fx(lambda *a: interpreter.run(*a), pre_dispatch=True)(*fakes)
+
+        def run(*values: Any) -> Any:
+            # The tracer marks the whole process as tracing, and Dynamo refuses calls of compiled code in any thread
+            # while it is; nothing that runs here asks for the mark.
+            fx._symbolic_trace._is_fx_tracing_flag = False
+            return interpreter.run(*values)
+
+        traced: fx.GraphModule = make_fx(run, pre_dispatch=True)(*fakes)
     return traced
 
 
@@ -253,6 +283,17 @@ def copy_marks(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if name.startswith("_dynamo_"):
             setattr(target, name, value)
     return target
+
+
+def is_marked(tensor: Any, axis: int) -> bool:
+    """Whether a user has asked for a symbol on this axis."""
+    names = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices", "_dynamo_unbacked_indices")
+    return any(axis in getattr(tensor, name, ()) for name in names)
+
+
+def asks_for_dynamic(compiled: Any) -> bool:
+    """Whether `torch.compile` was called with `dynamic=True`."""
+    return getattr(compile_wrapper_of(compiled), "dynamic", None) is True
 
 
 @contextlib.contextmanager
@@ -288,9 +329,19 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def storage_owners(tensor: torch.Tensor) -> int:
-    """How many tensors and storages share this tensor's memory."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+def storage_users(storage: torch.UntypedStorage) -> int:
+    """How many tensors use a storage, besides this handle to it."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
+def tensor_owners(tensor: torch.Tensor) -> int:
+    """How many tensors share this one's memory, itself included."""
+    return storage_users(tensor.untyped_storage())
+
+
+def another_storage(flat: torch.Tensor) -> torch.UntypedStorage:
+    """A new storage object over the memory of a one-dimensional tensor, which it keeps alive."""
+    return torch._C._from_dlpack(torch._C._to_dlpack(flat.view(torch.uint8))).untyped_storage()
 
 
 # -- ambient state ----------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ class _Auditor:
         self._ledger = ledger
 
     def __call__(self, planner: GraphPlanner, table: ReplayTable, args: Sequence[Any]) -> list[Any]:
-        stock_args = _copies(args)
+        stock_args = _copies(planner.stock_args(args))
         generators = _generators()
         expected = planner.gm.forward(*stock_args)
         after = _generators()

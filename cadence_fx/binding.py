@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from cadence_fx import paths
-from cadence_fx._torch import as_expr, current_guards, example_value, is_random_source, source_name
+from cadence_fx._torch import CompileSite, as_expr, current_guards, example_value, is_random_source, source_name
 from cadence_fx.catalog import Catalog, CatalogEntry
 from cadence_fx.contract import Contract, Input, Region
 from cadence_fx.errors import AxisOutOfRange, ContractError
@@ -65,8 +65,20 @@ class Instance:
     def name(self) -> str:
         """The region, and which of its instances."""
         return (
-            f"{self.region.name} ({paths.spell(self.path)})" if "*" in declared_path(self.region) else self.region.name
+            f"{self.region.name} ({paths.spell(self.path, attributes=self.region.attribute is not None)})"
+            if paths.ANY in declared_path(self.region)
+            else self.region.name
         )
+
+    @property
+    def result_path(self) -> Path | None:
+        """Where in the user's result the new state is, with this instance's own steps for each `*`."""
+        declared = self.region.result
+        if declared is None:
+            return None
+        pattern = paths.parse(declared) if isinstance(declared, str) else (declared,)
+        stars = [s for s, d in zip(self.path, declared_path(self.region), strict=True) if d == paths.ANY]
+        return tuple(stars.pop(0) if step == paths.ANY and stars else step for step in pattern)
 
     @property
     def key(self) -> tuple[str, Path]:
@@ -78,6 +90,7 @@ class Instance:
 class Unexplained:
     """A size that varies and that nothing declared explains."""
 
+    path: Path
     accessor: str
     axis: int
     size: sympy.Expr
@@ -162,7 +175,7 @@ def _holds(guard: sympy.Expr, solution: dict[sympy.Symbol, int]) -> bool | None:
     return bool(result) if result in (sympy.true, sympy.false) else None
 
 
-def bind(gm: fx.GraphModule, contract: Contract | None, module_name: str | None) -> Binding:
+def bind(gm: fx.GraphModule, contract: Contract | None, site: CompileSite) -> Binding:
     """Give every input of a Dynamo graph its role and collect the equations of its sizes.
 
     Must run while Dynamo is compiling this graph: guards and ranges are read from its tracing context.
@@ -179,8 +192,10 @@ def bind(gm: fx.GraphModule, contract: Contract | None, module_name: str | None)
     equations: list[Equation] = []
     unexplained: list[Unexplained] = []
     declared_inputs = {(paths.parse(i.argument), i.axis): i for i in (contract.inputs if contract else ())}
+    origins = [paths.origin(source_name(node), site.module_name) for node in placeholders]
+    moving = {o.path for o in origins if o.query in ("stride", "offset")}
     for index, node in enumerate(placeholders):
-        origin = paths.origin(source_name(node), module_name)
+        origin = origins[index]
         value = example_value(node)
         where = _location(node)
         if not isinstance(value, torch.Tensor):
@@ -188,14 +203,12 @@ def bind(gm: fx.GraphModule, contract: Contract | None, module_name: str | None)
             inputs.append(GraphInput(index, node.name, origin, "scalar", sizes, is_random_source(node), where))
             continue
         shape = tuple(as_expr(size) for size in value.shape)
-        region = next((r for r in regions if r.persistent and _is_at(r, origin)), None)
-        role = (
-            "region"
-            if region is not None and region.mutability == "carry"
-            else "staged"
-            if origin.root == "argument"
-            else "fixed"
-        )
+        # After a graph break a local that is called like an argument need not be that argument.
+        mine = [r for r in regions if r.persistent and not (site.resumes and r.argument is not None)]
+        region = next((r for r in mine if _is_at(r, origin)), None)
+        # Only what Dynamo's guards hold to one geometry may be bound by its pointer.
+        still = origin.root != "argument" and not any(size.free_symbols for size in shape) and origin.path not in moving
+        role = "region" if region is not None and region.mutability == "carry" else "fixed" if still else "staged"
         entry = GraphInput(index, node.name, origin, role, shape, is_random_source(node), where)
         inputs.append(entry)
         if region is not None and contract is not None:
@@ -210,7 +223,7 @@ def bind(gm: fx.GraphModule, contract: Contract | None, module_name: str | None)
             if declared is not None and origin.root == "argument":
                 equations.append((size, "input", f"{declared.argument}@{declared.axis}"))
             elif size.free_symbols and not explained:
-                unexplained.append(Unexplained(entry.accessor, axis, size, where))
+                unexplained.append(Unexplained(origin.path, entry.accessor, axis, size, where))
     guards, ranges = current_guards()
     known = frozenset().union(*(size.free_symbols for size, _, _ in equations)) if equations else frozenset()
     left = tuple(u for u in unexplained if not u.size.free_symbols <= known)

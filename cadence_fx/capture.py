@@ -7,6 +7,7 @@ that a call which captures a class is answered like any other.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -17,10 +18,11 @@ import torch
 from cadence_fx import certify
 from cadence_fx.bytesops import bytes_equal
 from cadence_fx.ledger import Ledger, log
-from cadence_fx.outputs import OutputRule, derive_rules
+from cadence_fx.outputs import OutputRule, derive_rules, unusual
 from cadence_fx.plan import Miss, Plan, destinations
 from cadence_fx.recorder import Recording, record
 from cadence_fx.signature import ALIGNMENT
+from cadence_fx.writes import WriteWatcher
 
 
 @dataclasses.dataclass(slots=True)
@@ -56,10 +58,9 @@ def unfit(plan: Plan, args: Sequence[Any], names: Sequence[str]) -> Miss | None:
         if _is_unusual(args[i]):
             return Miss("layout", f"{names[i]} is not a plain strided tensor")
     for use in plan.regions:
-        if use.output is None and not use.carry.may_point_here(args[use.index]):
-            return Miss(
-                "shared_state", f"{use.carry.name} is written in place and shares its memory with another tensor"
-            )
+        problem = use.carry.make_room(args[use.index], in_place=use.output is None)
+        if problem is not None:
+            return Miss(*problem)
     return overlap(plan, _written_homes(plan, args), args, names)
 
 
@@ -69,13 +70,14 @@ def overlap(plan: Plan, written: frozenset[int], args: Sequence[Any], names: Seq
     Args:
         written: storage addresses of what the code writes in place.
     """
-    if not written:
+    mutated = set(plan.mutated)
+    if not written and not mutated & set(plan.staged):
         return None
     seen: dict[int, int] = {}
     for i in (*plan.staged, *(use.index for use in plan.regions if use.output is not None)):
         if args[i].numel():
             home = args[i].untyped_storage().data_ptr()
-            if home in written or (home in seen and {i, seen[home]} & set(plan.mutated)):
+            if home in written or (home in seen and {i, seen[home]} & mutated):
                 other = names[seen[home]] if home in seen else "something the code writes"
                 return Miss("overlap", f"{names[i]} shares memory with {other}")
             seen[home] = i
@@ -88,7 +90,9 @@ def _written_homes(plan: Plan, args: Sequence[Any]) -> frozenset[int]:
     return frozenset(args[i].untyped_storage().data_ptr() for i in indices if args[i].numel())
 
 
-def capture(plan: Plan, args: Sequence[Any], device: torch.device, ledger: Ledger) -> ReplayClass | Miss:
+def capture(
+    plan: Plan, args: Sequence[Any], names: Sequence[str], device: torch.device, ledger: Ledger
+) -> ReplayClass | Miss:
     """Record and certify one class."""
     start = time.perf_counter()
     for use in plan.regions:
@@ -101,16 +105,35 @@ def capture(plan: Plan, args: Sequence[Any], device: torch.device, ledger: Ledge
 
     snapshot = certify.Snapshot(plan, args, static_args, device)
     try:
-        raw, reference = certify.run_reference(plan, static_args)
+        before = [tensor.clone() for tensor in plan.watched]
+        watcher = WriteWatcher() if plan.draws is None else contextlib.nullcontext()
+        try:
+            with watcher:
+                raw, reference = certify.run_reference(plan, static_args)
+        except Exception as error:  # the code itself refuses these arguments: eager will tell the user so
+            return Miss("raised", f"{plan.label}: {type(error).__name__}")
+        strange = unusual(static_args, raw)
         rules = derive_rules(plan, static_args, raw)
         del raw
         drew = snapshot.generators_moved()
-        written = [i for i in plan.staged if i not in plan.mutated and not bytes_equal(static_args[i], args[i])]
+        written = _written_copies(plan, watcher, static_args, args)
         snapshot.restore()
+        if isinstance(watcher, WriteWatcher):
+            watcher.put_back()
+            changed = [(t, b) for t, b in zip(plan.watched, before, strict=True) if not bytes_equal(t, b)]
+            for tensor, saved in changed:
+                tensor.copy_(saved)
+            if changed or watcher.hidden or watcher.elsewhere(_homes(static_args)):
+                return Miss("undeclared_write", f"{plan.label}: a tensor that is no argument is written", lasting=True)
+        if strange is not None:
+            return Miss("aliased_output", f"{plan.label}: {strange}", lasting=True)
         if drew:
-            return Miss("draws_random", f"{plan.label}: the computation draws random numbers")
+            return Miss("draws_random", f"{plan.label}: the computation draws random numbers", lasting=True)
         if written:
             plan.mutated.extend(written)
+            shared = overlap(plan, _written_homes(plan, static_args), args, names)
+            if shared is not None:
+                return shared
             _, reference = certify.run_reference(plan, static_args)
             snapshot.restore()
         _, again = certify.run_reference(plan, static_args)
@@ -118,12 +141,12 @@ def capture(plan: Plan, args: Sequence[Any], device: torch.device, ledger: Ledge
         unstable = reference.differs_from(again)
         if unstable is not None:
             what = f"{unstable} differs between two eager runs on the same input"
-            return Miss("not_reproducible", f"{plan.label}: {what}")
+            return Miss("not_reproducible", f"{plan.label}: {what}", lasting=True)
         recording = _record_certified(plan, static_args, reference, snapshot, device, ledger)
     finally:
         snapshot.restore()
     if recording is None:
-        return Miss("certificate", "; ".join(plan.notes) or plan.label)
+        return Miss("certificate", "; ".join(plan.notes) or plan.label, lasting=True)
     staged = set(plan.staged)
     return ReplayClass(
         plan=plan,
@@ -137,6 +160,21 @@ def capture(plan: Plan, args: Sequence[Any], device: torch.device, ledger: Ledge
         written=_written_homes(plan, static_args),
         fragile=not recording.static_outputs and any(use.output is None for use in plan.regions),
     )
+
+
+def _homes(args: Sequence[Any]) -> set[int]:
+    return {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+
+
+def _written_copies(plan: Plan, watcher: Any, static_args: Sequence[Any], args: Sequence[Any]) -> list[int]:
+    """Staged arguments that the run has written, beyond those the plan knows of."""
+    seen = watcher.written if isinstance(watcher, WriteWatcher) else set()
+    return [
+        i
+        for i in plan.staged
+        if i not in plan.mutated
+        and (static_args[i].untyped_storage().data_ptr() in seen or not bytes_equal(static_args[i], args[i]))
+    ]
 
 
 def _record_certified(

@@ -300,5 +300,5 @@ class PassFailed(CadenceError):
         super().__init__(
             f"the pass {name!r} failed: {type(cause).__name__}: {cause}. "
             f"Passes that had run before it: {', '.join(self.before) or 'none'}. "
-            "Leave it out with the passes option to go on without it."
+            "The class is captured without any rewrite."
         )

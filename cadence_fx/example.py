@@ -8,16 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from cadence_fx import paths
-from cadence_fx._torch import backend_error, copy_marks, mark_dynamic, module_of, tree_leaves, tree_map_only
+from cadence_fx._torch import (
+    asks_for_dynamic,
+    backend_error,
+    copy_marks,
+    is_marked,
+    mark_dynamic,
+    module_of,
+    tree_leaves,
+    tree_map_only,
+)
 from cadence_fx.binding import Instance, declared_path
 from cadence_fx.catalog import CatalogEntry
-from cadence_fx.contract import Region
+from cadence_fx.contract import Input, Region
 from cadence_fx.errors import (
     AxisOutOfRange,
     CadenceError,
@@ -28,7 +37,11 @@ from cadence_fx.errors import (
     UnknownArgument,
     WrongModule,
 )
+from cadence_fx.layout import Layout, layout_of
 from cadence_fx.program import Program
+
+# One layout for each instance of each persistent region, in the contract's order.
+Variant = tuple[Layout, ...]
 
 
 class ExampleCall:
@@ -53,6 +66,8 @@ class ExampleCall:
             ) from error
         self.example: dict[str, Any] = bound.arguments
         self.args, self.kwargs = args, kwargs
+        self.dynamic = asks_for_dynamic(compiled)
+        self._layouts: dict[tuple[str, paths.Path, int], list[Layout]] = {}
         self._generator = torch.Generator().manual_seed(0)
 
     # -- checks before anything runs ----------------------------------------------------------------------------------
@@ -79,8 +94,14 @@ class ExampleCall:
                     region.attribute or "", _attributes(self.module), field="attribute", region=region.name
                 )
         for region in contract.regions:
-            for path, leaf in self._leaves(region):
+            leaves = list(self._leaves(region))
+            if not leaves:
+                known = [paths.spell(path) for path in _tensor_paths(self.example)]
+                raise UnknownArgument(region.argument or "", known, region=region.name)
+            for path, leaf in leaves:
                 self._check_leaf(region, path, leaf)
+        first = self.program.catalog.entries[0]
+        self._learn(first.extents, lambda name, path: paths.get(self._root(contract.region(name)), path))
         for declared in contract.inputs:
             for path in paths.expand(self.example, paths.parse(declared.argument)):
                 leaf = paths.get(self.example, path)
@@ -88,6 +109,25 @@ class ExampleCall:
                     raise ContractError(f"{declared.argument!r} is {type(leaf).__name__}, not a tensor", field="inputs")
                 if not -leaf.dim() <= declared.axis < leaf.dim():
                     raise AxisOutOfRange(declared.argument, declared.axis, list(leaf.shape))
+                self._check_size(declared, leaf.shape[declared.axis])
+
+    def _check_size(self, declared: Input, size: int) -> None:
+        period = self.contract.clock(declared.clock).period
+        allowed = sorted(
+            {declared.size(a) for a in ((period,) if period else self.contract.advances_of(declared.clock))}
+        )
+        if size not in allowed:
+            raise ContractError(
+                f"axis {declared.axis} of {declared.argument!r} has {size} in the example call; "
+                f"clock {declared.clock!r} gives {' or '.join(map(str, allowed))}",
+                field="inputs",
+            )
+
+    def _check_result(self, region: Region, path: paths.Path, result: Any) -> None:
+        """The declared place of a new state must hold a tensor."""
+        if region.result is not None and not isinstance(self._returned(region, path, result), torch.Tensor):
+            known = [paths.spell(found) or "0" for found in _tensor_paths(result)]
+            raise UnknownArgument(str(region.result), known, field="result", region=region.name)
 
     def _check_leaf(self, region: Region, path: paths.Path, leaf: Any) -> None:
         if not isinstance(leaf, torch.Tensor):
@@ -113,28 +153,55 @@ class ExampleCall:
                 )
 
     def _leaves(self, region: Region) -> Iterator[tuple[paths.Path, Any]]:
-        root: Any = self.example if region.argument is not None else self.module
+        root = self._root(region)
         for path in paths.expand(root, declared_path(region)):
             yield path, paths.get(root, path)
 
+    def _root(self, region: Region) -> Any:
+        return self.example if region.argument is not None else self.module
+
     # -- calls --------------------------------------------------------------------------------------------------------
 
-    def watch(self, entry: CatalogEntry) -> None:
-        """One eager call, to see which output of which graph is which state."""
+    def variants(self, entry: CatalogEntry) -> Iterator[Variant]:
+        """The layouts, in eager, in which the states of an entry have been seen so far; at first those of the
+        example."""
+        seen = [self._layouts.get((*key, extent), [None]) for key, extent in self._extents(entry.extents)]
+        for number in range(max(map(len, seen), default=1)):
+            yield tuple(layouts[min(number, len(layouts) - 1)] for layouts in seen)
+
+    def _extents(self, named: tuple[tuple[str, int], ...]) -> list[tuple[tuple[str, paths.Path], int]]:
+        """Instance and extent, in the contract's order."""
+        return [
+            ((name, path), extent) for name, extent in named for path, _ in self._leaves(self.contract.region(name))
+        ]
+
+    def _learn(self, named: tuple[tuple[str, int], ...], find: Callable[[str, paths.Path], Any]) -> None:
+        for (name, path), extent in self._extents(named):
+            state = find(name, path)
+            layouts = self._layouts.setdefault((name, path, extent), [])
+            if isinstance(state, torch.Tensor) and layout_of(state) not in layouts:
+                layouts.append(layout_of(state))
+
+    def watch(self, entry: CatalogEntry, variant: Variant) -> None:
+        """One eager call, to see which output of which graph is which state, and in what layout."""
         try:
             with self._watching():
-                result = self._call(entry)
+                result = self._call(entry, variant)
         except Exception as error:
             inner = backend_error(error)
-            if isinstance(inner, CadenceError) or entry == self.program.catalog.entries[0]:
+            if isinstance(inner, CadenceError):
                 raise
             raise ContractError(self._suspects(entry, inner), field="regions") from error
         self._refuse_unexplained()
+        for region in self.contract.regions:
+            for path, _ in self._leaves(region) if region.persistent else ():
+                self._check_result(region, path, result)
         self._recognise(result)
+        self._learn(entry.next_extents, lambda name, path: self._returned(self.contract.region(name), path, result))
 
-    def capture(self, entry: CatalogEntry) -> None:
+    def capture(self, entry: CatalogEntry, variant: Variant) -> None:
         """One call that captures its class."""
-        self._call(entry)
+        self._call(entry, variant)
         if entry not in self.program.settled:
             self._explain(entry)
 
@@ -152,9 +219,18 @@ class ExampleCall:
             if k not in declared and any(isinstance(x, torch.Tensor) for x in tree_leaves(v))
         ]
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        moved = [
+            f"{paths.spell(path)} was given with {leaf.shape[region.frame_axis]} frames and tried with "
+            f"{entry.extent_of(region.name)} (start={region.start})"
+            for region in self.contract.regions
+            if region.persistent and region.frame_axis is not None
+            for path, leaf in self._leaves(region)
+            if leaf.shape[region.frame_axis] != entry.extent_of(region.name)
+        ]
         return (
             f"the code fails at the declared call {entry}: {first}. "
-            f"Arguments that are not declared and may have to grow: {', '.join(tensors) or 'none'}"
+            f"Arguments that are not declared and may have to grow: {', '.join(tensors) or 'none'}. "
+            f"States at other extents than in the example call: {'; '.join(moved) or 'none'}"
         )
 
     def as_given(self) -> None:
@@ -168,23 +244,29 @@ class ExampleCall:
         """A declared call that was not captured: say why as an error, since this is before traffic."""
         ledger = self.program.ledger
         for reason in ledger.misses:
+            if reason == "undeclared_size" and not self.contract.inputs:
+                names = ", ".join(c.name for c in self.contract.clocks if c.is_base)
+                raise CatalogMismatch(
+                    [f"{entry} (no input follows {names}, so no argument changes its size: declare an Input)"]
+                )
             if reason != "undeclared_extents":
                 raise NotServed(entry, reason, "; ".join(ledger.details.get(reason, {})))
         raise CatalogMismatch([entry])
 
     def _refuse_unexplained(self) -> None:
-        """In the declared stream only declared sizes vary, so a symbol that no clock explains is a mistake."""
-        for planner, _ in self.program.graphs:
-            for first in planner.binding.unexplained:
-                raise UnexplainedSize(
-                    first.accessor,
-                    first.axis,
-                    first.size,
-                    [c.name for c in self.contract.clocks],
-                    location=first.location,
-                )
+        """In the declared stream only declared sizes vary; an axis that the user has marked dynamic must be declared.
 
-    def _call(self, entry: CatalogEntry) -> Any:
+        Other symbols come from elsewhere (Dynamo remembers sizes per code, not per module) and have the example's
+        value.
+        """
+        for planner, _ in self.program.graphs:
+            for first in planner.binding.unexplained if not planner.resumes else ():
+                leaves = paths.expand(self.example, first.path)
+                if self.dynamic or any(is_marked(paths.get(self.example, leaf), first.axis) for leaf in leaves):
+                    clocks = [c.name for c in self.contract.clocks]
+                    raise UnexplainedSize(first.accessor, first.axis, first.size, clocks, location=first.location)
+
+    def _call(self, entry: CatalogEntry, variant: Variant) -> Any:
         arguments = {k: _cloned(v) for k, v in self.example.items()}
         contract = self.contract
         for declared in contract.inputs:
@@ -201,25 +283,38 @@ class ExampleCall:
                         len(contract.advances_of(declared.clock)) > 1 if period is None else False,
                     ),
                 )
+        layouts = dict(zip((key for key, _ in self._extents(entry.extents)), variant, strict=True))
         for region in contract.regions:
             if not region.persistent or region.mutability != "carry":
                 continue
             for path, leaf in self._leaves(region):
-                state = self._state(region, path, leaf, entry)
+                state = self._state(region, path, leaf, entry, layouts[region.name, path])
                 if region.argument is not None:
                     arguments = paths.put(arguments, path, state)
                 else:
                     paths.put(self.module, path, state)
         return self._invoke(arguments)
 
-    def _state(self, region: Region, path: paths.Path, leaf: torch.Tensor, entry: CatalogEntry) -> torch.Tensor:
-        """A state at the entry's extent: the example's own frames, repeated where it has too few."""
+    def _state(
+        self, region: Region, path: paths.Path, leaf: torch.Tensor, entry: CatalogEntry, layout: Layout
+    ) -> torch.Tensor:
+        """A state at the entry's extent: the example's own frames, repeated where it has too few.
+
+        It is contiguous, as carries are, so that no graph is compiled for a layout that the stream will not show; a
+        layout is put beside the carry.
+        """
         axis = region.frame_axis
-        if axis is None:
-            return leaf.clone(memory_format=torch.contiguous_format)
-        extent = entry.extent_of(region.name)
         several = len({e.extent_of(region.name) for e in self.program.catalog}) > 1
-        return self._sized(leaf, axis, extent, several)
+        made = leaf.clone(memory_format=torch.contiguous_format)
+        if axis is not None:
+            made = self._sized(leaf, axis, entry.extent_of(region.name), several)
+        if layout is not None:
+            instance = Instance(region, path, -1, axis % leaf.dim() if axis is not None else None)
+            loaded = self.program.carry(instance, made).load(made, layout)
+            made = loaded if loaded is not None else made
+            if axis is not None and several:
+                mark_dynamic(made, axis)
+        return made
 
     def _sized(self, leaf: torch.Tensor, axis: int, size: int, symbolic: bool) -> torch.Tensor:
         if leaf.shape[axis] == 0 and size:
@@ -256,7 +351,7 @@ class ExampleCall:
         """Find each region's new state among the raw outputs of the graphs, by identity."""
         for planner, _ in self.program.graphs:
             for instance in planner.binding.instances:
-                state = self._returned(instance, result)
+                state = self._returned(instance.region, instance.path, result)
                 if state is None:
                     continue
                 for i, out in enumerate(planner.last_outputs):
@@ -264,21 +359,16 @@ class ExampleCall:
                         planner.pairing.outputs[instance.key] = i
             planner.last_outputs = ()
 
-    def _returned(self, instance: Instance, result: Any) -> Any:
-        region = instance.region
+    def _returned(self, region: Region, path: paths.Path, result: Any) -> Any:
         try:
             if region.attribute is not None:
-                return paths.get(self.module, instance.path)
+                return paths.get(self.module, path)
             if region.result is None:
                 return None
             pattern = paths.parse(region.result) if isinstance(region.result, str) else (region.result,)
             if pattern == (0,) and isinstance(result, torch.Tensor):
                 return result
-            stars = [
-                step
-                for step, declared in zip(instance.path, declared_path(region), strict=True)
-                if declared == paths.ANY
-            ]
+            stars = [step for step, declared in zip(path, declared_path(region), strict=True) if declared == paths.ANY]
             concrete = tuple(stars.pop(0) if step == paths.ANY else step for step in pattern)
             return paths.get(result, concrete)
         except (LookupError, IndexError):
@@ -303,3 +393,14 @@ def _twin(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return made.copy_(tensor)
+
+
+def _tensor_paths(value: Any, path: paths.Path = ()) -> list[paths.Path]:
+    """Where in nested containers there are tensors."""
+    if isinstance(value, torch.Tensor):
+        return [path]
+    if isinstance(value, Mapping):
+        return [found for key, item in value.items() for found in _tensor_paths(item, (*path, key))]
+    if isinstance(value, (list, tuple)):
+        return [found for i, item in enumerate(value) for found in _tensor_paths(item, (*path, i))]
+    return []

@@ -12,18 +12,20 @@ from torch import fx
 
 from cadence_fx._torch import CompileSite, ambient_state, to_static_aten
 from cadence_fx.admission import Admission
-from cadence_fx.binding import Binding, scalar_outputs
+from cadence_fx.binding import Binding, Instance, scalar_outputs
 from cadence_fx.catalog import CatalogEntry
-from cadence_fx.errors import NotCapturable, PassFailed, RetentionMismatch
+from cadence_fx.errors import CadenceError, NotCapturable, PassFailed, RetentionMismatch
+from cadence_fx.layout import Layout, in_layout, is_channels_last, layout_of
 from cadence_fx.ledger import log
 from cadence_fx.pairing import Pairing, extents
 from cadence_fx.passes import PassContext, RegionSlot, default_passes, run_passes
 from cadence_fx.passes.graphs import GraphFacts, output_node
 from cadence_fx.passes.graphs import location as _location
+from cadence_fx.passes.layout import give_layout, reads_layout
 from cadence_fx.passes.provenance import Contradicted, Proved, prove_retentions
 from cadence_fx.plan import WATCHED, Miss, Plan, RegionUse
 from cadence_fx.retention import Span
-from cadence_fx.signature import compare, region_key, tensor_key
+from cadence_fx.signature import compare, region_key, scalar_key, tensor_key
 from cadence_fx.twins import fingerprint, in_terms_of
 
 if TYPE_CHECKING:
@@ -58,14 +60,20 @@ class GraphPlanner:
             self.verdict = Miss("no_contract", _NO_CONTRACT)
         else:
             self.admission = Admission(binding, program.contract, program.catalog, program.sizes)
-        self.pairing = Pairing(binding)
+        self.pairing = Pairing(binding, gm, site)
+        # (argument, shape) of states whose layout was found to make no difference.
+        self._harmless: set[tuple[int, torch.Size]] = set()
         self.last_outputs: Sequence[Any] = ()
         self.names = [i.accessor if i.origin.query == "value" and i.origin.path else i.name for i in binding.inputs]
         self._last_signature: dict[str, tuple[Any, ...]] = {}
-        self._ints = {i: _evaluator(expr, binding) for i, expr in scalar_outputs(gm).items()}
+        ints = {i: _evaluator(expr, binding) for i, expr in scalar_outputs(gm).items()}
+        self._ints = {i: evaluate for i, evaluate in ints.items() if evaluate is not None}
+        if len(ints) > len(self._ints):
+            self.verdict = Miss("data_dependent", "an int that is read off a tensor is a result")
         self._in_place: set[int] = set()
+        self.resumes = site.resumes
         (results,) = gm.graph.output_node().args
-        self._shared = {i for i, out in enumerate(results) if site.results[getattr(out, "name", "")] > 1}  # type: ignore[arg-type]
+        self._shared = {i for i, out in enumerate(results) if site.times[getattr(out, "name", "")] > 1}  # type: ignore[arg-type]
         self._returned = {i.index for i in binding.inputs if i.name in site.returned_inputs}
 
     def itemsize(self, index: int) -> int:
@@ -85,6 +93,11 @@ class GraphPlanner:
             plan = self._specialise(args, point)
         except NotCapturable as error:
             return Miss(error.reason, str(error), lasting=True)
+        except CadenceError:
+            raise
+        except Exception as error:  # a graph that cannot be traced at concrete sizes runs eager, whatever the cause
+            log.warning("%s: tracing %s failed", self.program.ledger.name, point, exc_info=True)
+            return Miss("not_traceable", f"{point}: {type(error).__name__}", lasting=True)
         assert self.admission is not None
         self.program.note_sizes(self.admission.shapes(args))
         self.program.signatures.setdefault(point, []).append(self._signature(args))
@@ -115,13 +128,64 @@ class GraphPlanner:
                 found[entry.accessor] = region_key(args[entry.index])
             elif entry.role == "staged":
                 found[entry.accessor] = tensor_key(args[entry.index])
+            elif entry.index in self.binding.used_scalars and entry.origin.query == "value":
+                found[entry.accessor or entry.name] = scalar_key(args[entry.index])
         return found
 
     # -- specialising -------------------------------------------------------------------------------------------------
 
+    def key_part(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """The layouts, in eager, of incoming states, where they may make a difference."""
+        part = []
+        for instance in self.binding.instances:
+            layout = self._layout(instance, args)
+            if layout is not None and not self._is_harmless(instance.index, args[instance.index].shape, layout):
+                part.append((instance.index, layout))
+        return tuple(part)
+
+    def _is_harmless(self, index: int, shape: torch.Size, layout: Layout) -> bool:
+        """Whether this graph only moves such a state's bytes. Channels-last strides pass on to what is made of them."""
+        return (index, shape) in self._harmless and layout is not None and not is_channels_last(shape, layout[0])
+
+    def _layout(self, instance: Instance, args: Sequence[Any]) -> Layout:
+        carry = self.program.existing_carry(instance, args[instance.index])
+        return carry.layout_of(args[instance.index]) if carry is not None else layout_of(args[instance.index])
+
+    def _layouts(self, args: Sequence[Any]) -> dict[int, Layout]:
+        """Argument index -> layout, of the incoming states that are not contiguous in eager."""
+        found = {inst.index: self._layout(inst, args) for inst in self.binding.instances}
+        return {index: layout for index, layout in found.items() if layout is not None}
+
+    def stock_args(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments as eager would have them: states in their own layouts."""
+        layouts = self._layouts(args)
+        return [in_layout(arg, layouts[i]) if i in layouts else arg for i, arg in enumerate(args)]
+
+    def _trace(self, args: Sequence[Any]) -> tuple[fx.GraphModule, dict[int, Layout]]:
+        """The static graph of a call, taking contiguous states; and the layouts that it gives those that need one."""
+        plain = self._plain(args)
+        aten = to_static_aten(self.gm, plain)
+        states = aten.graph.find_nodes(op="placeholder")
+        indices = [instance.index for instance in self.binding.instances]
+        read = reads_layout(aten, [states[i] for i in indices])
+        self._harmless |= {(i, args[i].shape) for i in indices if states[i] not in read}
+        needed = {i: at for i, at in self._layouts(args).items() if not self._is_harmless(i, args[i].shape, at)}
+        if needed:
+            aten = to_static_aten(self.gm, [in_layout(arg, needed.get(i)) for i, arg in enumerate(plain)])
+            states = aten.graph.find_nodes(op="placeholder")
+            for i, layout in needed.items():
+                assert layout is not None
+                give_layout(aten, states[i], layout[0], layout[1] // args[i].element_size())
+        return aten, needed
+
+    def _plain(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments with every state contiguous, as the carries are."""
+        states = {instance.index for instance in self.binding.instances}
+        return [arg.contiguous() if i in states else arg for i, arg in enumerate(args)]
+
     def _specialise(self, args: Sequence[Any], point: CatalogEntry) -> Plan:
         program, binding = self.program, self.binding
-        aten = to_static_aten(self.gm, args)
+        aten, layouts = self._trace(args)
         facts = GraphFacts(aten.graph)
         placeholders = aten.graph.find_nodes(op="placeholder")
         written = {i for i, node in enumerate(placeholders) if facts.writes_to(node)}
@@ -133,9 +197,17 @@ class GraphPlanner:
         # A declared state that this graph neither returns nor writes is an argument like any other.
         staged = [*binding.indices("staged"), *sorted({i.index for i in binding.instances} - {u.index for u in uses})]
         context = PassContext(tuple(slots), frozenset(placeholders[i].name for i in fixed))
+        own = {use.index: use for use in uses}
+        reference = self._layouts(args)
+
+        def stock(*given: Any) -> Sequence[Any]:
+            return self.gm.forward(
+                *(in_layout(arg, reference[i]) if i in reference and i in own else arg for i, arg in enumerate(given))
+            )
+
         plan = Plan(
             runs=[],
-            reference=self.gm.forward,
+            reference=stock,
             label=str(point),
             fixed=fixed,
             staged=staged,
@@ -145,6 +217,7 @@ class GraphPlanner:
             fingerprint=fingerprint(aten.graph, self.names),
             notes=self._prove(aten, slots),
         )
+        plan.notes.extend(f"{self.names[i]} is read in the layout {layout}" for i, layout in layouts.items())
         try:
             rewritten = run_passes(aten, context, default_passes())
             plan.runs.append(("rewritten in place", rewritten.forward))
@@ -196,6 +269,7 @@ class GraphPlanner:
     def _prove(self, aten: fx.GraphModule, slots: Sequence[RegionSlot]) -> list[str]:
         """Compare what the code keeps with what is declared; contradiction is an error."""
         notes = []
+        slots = [slot for slot in slots if not _is_empty(aten, slot)]  # no bytes, nothing to prove
         for slot, verdict in zip(slots, prove_retentions(aten, slots), strict=True):
             if isinstance(verdict, Contradicted):
                 outputs = output_node(aten.graph).args[0]
@@ -231,10 +305,15 @@ class GraphPlanner:
 
     def run_eager(self, args: Sequence[Any]) -> Any:
         """Run Dynamo's own graph. States it returns go into their carries; states it writes are as before if it
-        raises."""
+        raises.
+
+        Raises:
+            StaleState: a state that a call has consumed was passed in.
+        """
+        given = self.stock_args(args)
         saved = [(args[i], args[i].clone()) for i in self._in_place if not args[i].requires_grad]
         try:
-            outputs = list(self.gm.forward(*args))
+            outputs = list(self.gm.forward(*given))
         except BaseException:
             for state, before in saved:
                 state.copy_(before)
@@ -252,7 +331,10 @@ class GraphPlanner:
             state = outputs[output]
             if not state.requires_grad and carry.fits(state):
                 extent = state.shape[instance.axis] if instance.axis is not None else carry.capacity
-                outputs[output] = carry.receive(state, extent, args[instance.index])
+                received = carry.receive(state, extent, args[instance.index])
+                # A state that stays outside looks like a carry's where that makes no difference: Dynamo has that graph.
+                harmless = (instance.index, received.shape) in self._harmless
+                outputs[output] = received.contiguous() if harmless else received
             elif carry.owns(state):
                 outputs[output] = state.clone()
         return [o.clone() if self._is_carried(o, i) else o for i, o in enumerate(outputs)]
@@ -294,13 +376,18 @@ def key_of(plan: Plan, signature: dict[str, tuple[Any, ...]]) -> Any:
     return plan.fingerprint, frozenset(signature.items())
 
 
-def _evaluator(expr: sympy.Expr, binding: Binding) -> Callable[[Sequence[Any]], int]:
-    """A function of the flat arguments that computes an int output of the graph."""
+def _evaluator(expr: sympy.Expr, binding: Binding) -> Callable[[Sequence[Any]], int] | None:
+    """A function of the flat arguments that computes an int output of the graph; None when it depends on data."""
     symbols: list[sympy.Symbol] = sorted(expr.free_symbols, key=str)
     places = {i.sizes[0]: i.index for i in binding.inputs if i.role == "scalar" and i.sizes}
-    compute = sympy.lambdify(symbols, expr, modules="math")
+    if not places.keys() >= set(symbols):
+        return None
     indices = [places[s] for s in symbols]
-    return lambda args: int(compute(*(args[i] for i in indices)))
+    if expr.is_polynomial(*symbols):
+        compute = sympy.lambdify(symbols, expr, modules="math")
+        return lambda args: int(compute(*(args[i] for i in indices)))
+    # Floor divisions and remainders are PyTorch's own sympy functions, which evaluate themselves.
+    return lambda args: int(expr.subs({s: sympy.Integer(args[i]) for s, i in zip(symbols, indices, strict=True)}))
 
 
 def _written_back(forward: Callable[..., Sequence[Any]], uses: list[RegionUse]) -> Callable[..., list[Any]]:
@@ -321,6 +408,12 @@ def _written_back(forward: Callable[..., Sequence[Any]], uses: list[RegionUse]) 
         return outputs
 
     return run
+
+
+def _is_empty(aten: fx.GraphModule, slot: RegionSlot) -> bool:
+    """Whether a state has no elements at any extent: another dimension is 0."""
+    shape = next(n for n in aten.graph.find_nodes(op="placeholder") if n.name == slot.placeholder).meta["val"].shape
+    return any(size == 0 for axis, size in enumerate(shape) if axis != slot.axis)
 
 
 def _spans(spans: Sequence[Span]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from cadence_fx.layout import layout_of
 from cadence_fx.plan import Plan, RegionUse
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride, storage offset
@@ -37,6 +38,9 @@ class OutputRule:
 
 def derive_rules(plan: Plan, static_args: Sequence[Any], outputs: Sequence[Any]) -> list[OutputRule]:
     """Read the rules off one run of the stock computation on `static_args`."""
+    for use in plan.regions:
+        if use.output is not None:
+            use.next_layout = layout_of(outputs[use.output])
     memory = {
         a.untyped_storage().data_ptr(): i
         for i, a in enumerate(static_args)
@@ -69,6 +73,17 @@ def derive_rules(plan: Plan, static_args: Sequence[Any], outputs: Sequence[Any])
     return rules
 
 
+def unusual(static_args: Sequence[Any], outputs: Sequence[Any]) -> str | None:
+    """An output that is an argument's memory as another dtype, or lazily conjugated, if there is one."""
+    homes = {a.untyped_storage().data_ptr(): a for a in static_args if isinstance(a, torch.Tensor) and a.numel()}
+    for i, out in enumerate(outputs):
+        if isinstance(out, torch.Tensor) and out.numel():
+            base = homes.get(out.untyped_storage().data_ptr())
+            if out.is_conj() or out.is_neg() or (base is not None and base.dtype != out.dtype):
+                return f"output {i} is a view of other memory as {out.dtype}"
+    return None
+
+
 def _dense(tensor: torch.Tensor) -> bool:
     """Whether `clone` keeps the strides: non-overlapping and without holes."""
     return tensor.clone().stride() == tensor.stride()
@@ -90,9 +105,10 @@ def hand_out(rules: Sequence[OutputRule], raw: Sequence[Any], args: Sequence[Any
             results.append(_copy(out, rule) if static else out)
         elif kind == "region":
             assert rule.region is not None
-            results.append(rule.region.carry.hand_out(rule.region.next_extent, shared=rule.region.shared))
+            use = rule.region
+            results.append(use.carry.hand_out(use.next_extent, layout=use.next_layout, shared=use.shared))
         elif kind == "constant":
-            results.append(rule.value)
+            results.append(rule.value if static else out)
         elif kind == "argument":
             assert rule.geometry is not None
             base = args[rule.index]

@@ -102,7 +102,7 @@ class Origin:
     index: int = 0
 
     def __str__(self) -> str:
-        return spell(self.path) if self.path else "?"
+        return spell(self.path, attributes=self.root == "module") if self.path else "?"
 
 
 def origin(source: str | None, module_name: str | None) -> Origin:
@@ -139,16 +139,18 @@ def matches(pattern: Path, path: Path) -> bool:
     return len(pattern) == len(path) and all(p in (ANY, s) for p, s in zip(pattern, path, strict=True))
 
 
-def spell(path: Path) -> str:
-    """A path as a user would write it."""
+def spell(path: Path, *, attributes: bool = False) -> str:
+    """A path as a user would write it: `cache[0]['k']`, or `layers.0.hist` for attributes of a module."""
+    if attributes:
+        return ".".join(map(str, path))
     text = ""
     for step in path:
         if isinstance(step, int):
             text += f"[{step}]"
-        elif step.isidentifier():
-            text += ("." if text else "") + step
+        elif not text:
+            text = step if step.isidentifier() else f"[{step!r}]"
         else:
-            text += f"[{step!r}]"
+            text += "[*]" if step == ANY else f"[{step!r}]"
     return text
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from cadence_fx.layout import Layout
 from cadence_fx.storage import Carry
 
 
@@ -41,6 +42,8 @@ class RegionUse:
         carry: its storage.
         extent, next_extent: attended extents on entry and on exit, in frames.
         output: index of the new state among the outputs; None when the code writes the state in place.
+        layout: eager gives the incoming state in this class; None when it is contiguous.
+        next_layout: eager gives the new state; read off the stock computation at capture.
         shared: the new state leaves as another result too, which must keep its bytes: it is handed out as a copy.
         returned: the old state leaves as a result, which must keep its bytes: it is moved out of the carry first.
     """
@@ -50,6 +53,8 @@ class RegionUse:
     extent: int
     next_extent: int
     output: int | None
+    layout: Layout = None
+    next_layout: Layout = None
     shared: bool = False
     returned: bool = False
 
@@ -72,6 +77,7 @@ class Plan:
         regions: the states.
         draws: whether the computation draws random numbers, as far as its graph tells; None when nothing is known, and
             then the generators are watched while it runs.
+        watched: tensors that are no arguments and that the computation might write.
         fingerprint: of the computation, with arguments by name: equal ones compute the same thing.
     """
 
@@ -86,6 +92,7 @@ class Plan:
     notes: list[str] = dataclasses.field(default_factory=list)
     fingerprint: str | None = None
     draws: bool | None = None
+    watched: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
     def predicted_bytes(self, args: Sequence[Any]) -> int:
         """Bytes of the inputs that are neither aliased nor fixed."""
@@ -94,6 +101,9 @@ class Plan:
 
 class Planner(Protocol):
     """Builds classes for an `ExactShapeReplay` and looks after the states of calls that run eager."""
+
+    def key_part(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """What else decides which kernels run, besides the arguments' own signature."""
 
     def plan(self, args: Sequence[Any]) -> Plan | Miss:
         """The class that serves this call, or why there is none."""

@@ -103,7 +103,7 @@ class Program:
 
     def compile(self, gm: fx.GraphModule, site: CompileSite) -> Callable[..., Any]:
         """What Dynamo calls instead of `gm`."""
-        binding = bind(gm, self.contract, site.module_name)
+        binding = bind(gm, self.contract, site)
         self._check_present(site)
         absent = self._unprimed(site)
         device = _device(gm)
@@ -197,6 +197,10 @@ class Program:
             for r in regions
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Program:
+        """A copied compiled callable starts afresh: classes are bound to the original's memory."""
+        return Program(self.contract, self.name)
+
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def seal(self) -> None:
@@ -215,13 +219,11 @@ class Program:
             table.sealed = False
 
     def close(self) -> None:
-        """Give up every class and every carry. States still held get private memory first."""
+        """Give up every class and every carry."""
         with self.lock:
             for _, table in self.graphs:
                 table.clear()
-            for carry in self.carries.values():
-                carry.evacuate()
-            self.carries.clear()
+            self.carries.clear()  # a state that is still held keeps its memory alive
             self.graphs.clear()
             self.closed = True
 

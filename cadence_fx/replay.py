@@ -9,6 +9,7 @@ states and graphs of its own (`graph.GraphPlanner`).
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,11 +26,19 @@ from cadence_fx.table import ReplayTable
 class PlainPlanner:
     """Classes of a plain callable: no graph, no regions; what the callable does is recorded as it runs."""
 
-    def __init__(self, fn: Callable[..., Sequence[Any]], fixed: list[int], staged: list[int], name: str) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Sequence[Any]],
+        fixed: list[int],
+        staged: list[int],
+        name: str,
+        buffers: list[torch.Tensor],
+    ) -> None:
         self._fn = fn
         self._fixed = fixed
         self._staged = staged
         self._name = name
+        self._buffers = buffers
 
     def plan(self, args: Sequence[Any]) -> Plan | Miss:
         shapes = ", ".join(str(list(args[i].shape)) for i in self._staged)
@@ -42,7 +51,12 @@ class PlainPlanner:
             self._staged,
             mutated=list(self._fixed),
             written=list(self._fixed),
+            watched=self._buffers,
         )
+
+    def key_part(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Aliased tensors are bound by pointer; their geometry is part of the signature all the same."""
+        return tuple((args[i].shape, args[i].stride(), args[i].dtype, args[i].device) for i in self._fixed)
 
     def unknown(self, args: Sequence[Any]) -> Miss | None:
         return Miss("sealed", f"{self._name}: a signature that was not captured before the seal")
@@ -88,48 +102,56 @@ class ExactShapeReplay:
         self.ledger = Ledger(self.name)
         self._aliased = {id(t): t for t in aliased}
         self._max_classes = max_classes
-        self._tables: dict[Any, tuple[ReplayTable, list[Any]]] = {}
+        self._tables: dict[Any, ReplayTable] = {}
         self._lock = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
-        found = self._tables.get(spec)
-        if found is None:
-            found = self._tables[spec] = self._table(leaves, spec)
-        table, out_spec = found
-        flat = table(leaves)
-        return tree_unflatten(flat, out_spec[0])
+        key = spec, tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        table = self._tables.get(key)
+        if table is None:
+            table = self._tables[key] = self._table(leaves, spec)
+        *outputs, structure = table(leaves)
+        return tree_unflatten(outputs, structure)
 
-    def _table(self, leaves: Sequence[Any], spec: Any) -> tuple[ReplayTable, list[Any]]:
-        out_spec: list[Any] = [None]
-
+    def _table(self, leaves: Sequence[Any], spec: Any) -> ReplayTable:
         def flat_fn(*flat: Any) -> list[Any]:
-            args, kwargs = tree_unflatten(list(flat[: len(leaves)]), spec)
-            outputs, out_spec[0] = tree_flatten(self.fn(*args, **kwargs))
-            return outputs
+            args, kwargs = tree_unflatten(list(flat), spec)
+            outputs, structure = tree_flatten(self.fn(*args, **kwargs))
+            return [*outputs, structure]  # a class has one structure, whatever other classes return
 
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         fixed = [i for i in tensors if id(leaves[i]) in self._aliased]
         staged = [i for i in tensors if i not in fixed]
         scalars = [i for i in range(len(leaves)) if i not in set(tensors)]
         device = next((leaves[i].device for i in tensors), torch.device("cpu"))
-        planner = PlainPlanner(flat_fn, fixed, staged, self.name)
+        planner = PlainPlanner(flat_fn, fixed, staged, self.name, _buffers(self.fn))
         names = [f"leaf {i}" for i in range(len(leaves))]
-        return ReplayTable(
-            planner, ([], staged, scalars, fixed), names, device, self.ledger, self._max_classes, self._lock
-        ), out_spec
+        roles: tuple[list[int], ...] = ([], staged, scalars, fixed)
+        return ReplayTable(planner, roles, names, device, self.ledger, self._max_classes, self._lock)  # type: ignore[arg-type]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExactShapeReplay:
+        """A copy starts afresh: classes are bound to the original's memory."""
+        return ExactShapeReplay(copy.deepcopy(self.fn, memo), name=self.name, max_classes=self._max_classes)
 
     @property
     def classes(self) -> list[ReplayClass]:
         """The captured classes."""
-        return [c for table, _ in self._tables.values() for c in table.classes.values()]
+        return [c for table in self._tables.values() for c in table.classes.values()]
 
     def seal(self) -> None:
         """Count every later capture as a late one."""
-        for table, _ in self._tables.values():
+        for table in self._tables.values():
             table.sealed = True
 
     def close(self) -> None:
         """Drop every class."""
-        for table, _ in self._tables.values():
+        for table in self._tables.values():
             table.clear()
+
+
+def _buffers(fn: Callable[..., Any]) -> list[torch.Tensor]:
+    """Buffers of the modules a callable is, belongs to or closes over; some kernels write them without saying so."""
+    cells = [cell.cell_contents for cell in getattr(fn, "__closure__", None) or ()]
+    owners = [fn, getattr(fn, "__self__", None), *cells]
+    return [buffer for owner in owners if isinstance(owner, torch.nn.Module) for buffer in owner.buffers()]

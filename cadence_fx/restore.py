@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from cadence_fx import paths
-from cadence_fx.errors import UnknownArgument
+from cadence_fx.errors import ContractError, UnknownArgument
 from cadence_fx.lookup import program_of
+from cadence_fx.program import Program
 
 
 def restore(compiled: Any, **states: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -24,6 +25,8 @@ def restore(compiled: Any, **states: torch.Tensor) -> dict[str, torch.Tensor]:
         **states: argument accessor -> tensor with the shape the argument takes.
 
     Raises:
+        StaleState: a state that a call has consumed.
+        ContractError: not a tensor.
         UnknownArgument: no region of the contract is passed as this argument.
         NotCompiled: `compiled` was not compiled with this backend.
     """
@@ -33,12 +36,16 @@ def restore(compiled: Any, **states: torch.Tensor) -> dict[str, torch.Tensor]:
     for accessor, state in states.items():
         if accessor not in declared:
             raise UnknownArgument(accessor, declared)
-        path = paths.parse(accessor)
-        mode = torch.is_inference_mode_enabled()
-        fitting = [
-            carry
-            for (name, where, _, _, _, inference), carry in program.carries.items()
-            if where == path and inference == mode and carry.takes(state)
-        ]
-        restored[accessor] = fitting[0].load(state) if fitting else state
+        if not isinstance(state, torch.Tensor):
+            raise ContractError(f"expected a tensor for {accessor!r}, found {type(state).__name__}", field=accessor)
+        restored[accessor] = _placed(program, accessor, state)
     return restored
+
+
+def _placed(program: Program, accessor: str, state: torch.Tensor) -> torch.Tensor:
+    path, mode = paths.parse(accessor), torch.is_inference_mode_enabled()
+    for (_, where, _, _, _, inference), carry in program.carries.items():
+        if where == path and inference == mode and carry.takes(state):
+            loaded = carry.load(state)
+            return loaded if loaded is not None else state.to(carry.flat.device, copy=True)
+    return state

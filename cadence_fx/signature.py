@@ -35,7 +35,13 @@ class Unkeyable(Exception):
 
 
 def tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Shape, stride, dtype, device and alignment class of a tensor whose memory is not fixed."""
+    """Shape, stride, dtype, device and alignment class of a tensor whose memory is not fixed.
+
+    Raises:
+        Unkeyable: a sparse or otherwise unstrided tensor.
+    """
+    if tensor.layout is not torch.strided:
+        raise Unkeyable(f"a tensor of layout {tensor.layout}")
     return (
         tensor.shape,
         tensor.stride(),
@@ -96,14 +102,18 @@ def compare(known: dict[str, tuple[Any, ...]], found: dict[str, tuple[Any, ...]]
         if name == "":
             changed = [what for what, a, b in zip(AMBIENT, key, other, strict=False) if a != b]
             return "mode", f"{' and '.join(changed)} not as it was when classes were captured"
-        for part, reason in zip(range(len(key)), _PARTS if len(key) == len(_PARTS) else _STATE_PARTS, strict=True):
-            if key[part] != other[part]:
-                return reason, f"{name} has {reason} {key[part]}, and {other[part]} was captured"
+        for mine, theirs, reason in zip(key, other, _PARTS[len(key)], strict=True):
+            if mine != theirs:
+                return reason, f"{name} has {reason} {mine}, and {theirs} was captured"
     return None
 
 
-_PARTS = ("shape", "stride", "dtype", "device", "alignment")
-_STATE_PARTS = ("shape", "dtype", "device")
+# Names of the parts of a key, by how many there are: a scalar, a state, a tensor.
+_PARTS = {
+    2: ("scalar", "scalar"),
+    3: ("shape", "dtype", "device"),
+    5: ("shape", "stride", "dtype", "device", "alignment"),
+}
 
 
 def describe(tensor: torch.Tensor) -> str:

@@ -2,13 +2,15 @@
 
 What was impossible before: released code makes a new cache tensor every chunk, at a new address, so no recorded
 execution can refer to it. What is allowed now: the state of a region lives in one flat buffer, sized to the largest
-attended extent, for the life of the stream. At extent L the state is the contiguous tensor of that shape over the
-head of the buffer; its address never changes.
+attended extent, for the life of the stream. At extent L the state is the contiguous tensor of that shape over the head
+of the buffer; its address never changes.
 
-The book-keeping that makes this safe: a carry knows which tensor object stands for its current contents (it handed it
-out) and which stood for earlier contents. The current one is recognised; a foreign tensor is *adopted* (copied in),
-after a current one that somebody still holds has been *evacuated* (given private memory with the same bytes); an
-earlier one is refused as stale.
+The book-keeping that makes this safe: each state handed out is a *generation*, with a storage object of its own over
+the same memory. So any tensor tells by its storage, through whatever views, whether it is the current state, an
+earlier one that a call has consumed, or foreign; and the storage's use count tells whether anybody still holds a
+generation. A foreign state is *adopted* (copied in), after the current one, if it is still held, has been *evacuated*
+(its tensor object is given private memory with the same bytes). Where that cannot be done, the carry is left alone
+and the call runs eager.
 """
 
 from __future__ import annotations
@@ -19,12 +21,10 @@ from collections.abc import Sequence
 
 import torch
 
-from cadence_fx._torch import storage_owners
+from cadence_fx._torch import another_storage, storage_users, tensor_owners
 from cadence_fx.errors import StaleState
+from cadence_fx.layout import Layout, in_layout, layout_of
 from cadence_fx.ledger import Ledger
-
-# A tensor nobody else shares: itself, and the storage object made to ask.
-_SOLE_OWNER = 2
 
 
 class Carry:
@@ -36,6 +36,10 @@ class Carry:
         axis: the frame axis, or None when the extent never changes.
         capacity: the largest attended extent, in frames.
         like: a tensor that gives dtype and device; storage is an inference tensor exactly if inference mode is on now.
+
+    Attributes:
+        extent: of the current contents, in frames; None while there are none.
+        layout: the current contents have in eager.
     """
 
     def __init__(
@@ -46,12 +50,15 @@ class Carry:
         self.capacity = capacity
         self._shape = list(shape)
         self._ledger = ledger
-        self.flat = torch.zeros(math.prod(self.shape(capacity)), dtype=like.dtype, device=like.device)
+        elements = max(1, math.prod(self.shape(capacity)))
+        self.flat = torch.zeros(elements, dtype=like.dtype, device=like.device)
         self.pointer = self.flat.data_ptr()
         self.extent: int | None = None
+        self.layout: Layout = None
         self._views: dict[int, torch.Tensor] = {}
-        self._current: weakref.ref[torch.Tensor] | None = None
-        self._earlier: list[weakref.ref[torch.Tensor]] = []
+        self._generation: torch.UntypedStorage | None = None
+        self._handed: weakref.ref[torch.Tensor] | None = None
+        self._earlier: list[torch.UntypedStorage] = []
 
     @property
     def nbytes(self) -> int:
@@ -86,94 +93,156 @@ class Carry:
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is this carry's buffer."""
-        return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() == self.pointer
+        return tensor.untyped_storage().data_ptr() == self.pointer
+
+    # -- whose contents -----------------------------------------------------------------------------------------------
+
+    def is_current(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is the whole current state, as handed out or through views of it.
+
+        Raises:
+            StaleState: it is of contents that a later call has replaced.
+        """
+        storage = tensor.untyped_storage()
+        if self._generation is not None and storage._cdata == self._generation._cdata:
+            whole = self.extent is not None and list(tensor.shape) == self.shape(self.extent)
+            return whole and tensor.storage_offset() == 0 and tensor.is_contiguous()
+        if storage.data_ptr() == self.pointer:
+            raise StaleState(self.name)
+        return False
+
+    def layout_of(self, tensor: torch.Tensor) -> Layout:
+        """The layout that an incoming state has in eager."""
+        return self.layout if self.is_current(tensor) else layout_of(tensor)
+
+    def make_room(self, tensor: torch.Tensor, *, in_place: bool = False) -> tuple[str, str] | None:
+        """Let an incoming state into the carry: the current one moves out if it is still held.
+
+        Returns:
+            Why that cannot be done, as (reason, words), with nothing changed; None when it can.
+
+        Raises:
+            StaleState: see `is_current`.
+        """
+        if self.is_current(tensor):
+            return None
+        if in_place and (tensor_owners(tensor) > 1 or layout_of(tensor) is not None):
+            return "shared_state", f"{self.name} is written in place and shares its memory, or is not contiguous"
+        if not self._vacate():
+            return "held_state", f"the state of {self.name} that would be overwritten is still held through a view"
+        return None
+
+    def _vacate(self) -> bool:
+        """Give the tensor that stands for the current contents private memory, if anybody still holds it.
+
+        False when somebody holds the contents in another way; also when that begins while the bytes are copied.
+        """
+        held = self._stands()
+        if self._generation is not None and storage_users(self._generation):
+            if held is None or storage_users(self._generation) > 1:
+                return False
+            held.data = held.clone()
+            self._ledger.evacuations += 1
+            if storage_users(self._generation):
+                return False
+        self._retire()
+        self.extent = None
+        return True
+
+    def _stands(self) -> torch.Tensor | None:
+        """The tensor object that was handed out for the current contents, while it is alive and still does stand."""
+        tensor = self._handed() if self._handed is not None else None
+        return tensor if tensor is not None and self.owns(tensor) else None
 
     # -- state in -----------------------------------------------------------------------------------------------------
 
     def enter(self, tensor: torch.Tensor, extent: int, *, in_place: bool = False) -> None:
-        """Make the carry hold a call's incoming state.
+        """Make the carry hold a call's incoming state, for which `make_room` has made room.
 
-        Free when the tensor is the one handed out last (or another view of the same current contents). Otherwise the
-        tensor's bytes are copied in; with `in_place` the tensor object itself is pointed at the carry, because the
-        code will write through it.
+        Free when the tensor is the current state. Otherwise its bytes are copied in; with `in_place` the tensor object
+        itself is pointed at the carry, because the code will write through it.
 
         Raises:
-            StaleState: the tensor stood for contents that a later call has replaced.
+            StaleState: see `is_current`.
         """
-        if self._current is not None and self._current() is tensor and self.extent == extent:
+        if self.is_current(tensor):
+            if in_place:
+                self._handed = weakref.ref(tensor)
             return
-        if any(earlier() is tensor for earlier in self._earlier):
-            raise StaleState(self.name)
-        if self.owns(tensor):
-            if extent == self.extent and tensor.data_ptr() == self.pointer and tensor.is_contiguous():
-                if in_place:
-                    self._current = weakref.ref(tensor)
-                return
-            raise StaleState(self.name)
-        self.evacuate()
-        view = self.view(extent)
-        view.copy_(tensor)
+        layout = layout_of(tensor)
+        source = tensor.clone() if self.owns(tensor) else tensor
+        self.view(extent).copy_(source)
         self._ledger.adoptions += 1
-        self.extent = extent
-        self._current = None
+        self.extent, self.layout = extent, layout
         if in_place:
-            tensor.data = view
-            self._current = weakref.ref(tensor)
+            tensor.data = self._issue(extent)
+            self._handed = weakref.ref(tensor)
 
     def release(self, tensor: torch.Tensor) -> None:
         """Give the tensor that came in private memory: it leaves the call as a result, with the bytes it has now."""
         if self.owns(tensor):
             tensor.data = tensor.clone()
-        if self._current is not None and self._current() is tensor:
-            self._current = None
-
-    def may_point_here(self, tensor: torch.Tensor) -> bool:
-        """Whether an in-place state can be moved into the carry unseen: nobody else shares its memory."""
-        return self.owns(tensor) or storage_owners(tensor) <= _SOLE_OWNER
-
-    def evacuate(self) -> None:
-        """Give the tensor that stands for the current contents private memory, if anybody still holds it."""
-        held = self._current() if self._current is not None else None
-        if held is not None and self.owns(held):
-            held.data = held.clone()
-            self._ledger.evacuations += 1
-        self._current = None
-        self.extent = None
 
     # -- state out ----------------------------------------------------------------------------------------------------
 
-    def hand_out(self, extent: int, *, shared: bool = False) -> torch.Tensor:
+    def hand_out(self, extent: int, *, layout: Layout = None, shared: bool = False) -> torch.Tensor:
         """The tensor that stands for the contents a call has just written; the incoming one becomes stale.
 
-        With `shared` the user holds it as something else besides the state, and gets private memory.
+        Args:
+            layout: that eager gives the state.
+            shared: the user holds it as something else besides the state, and gets private memory.
         """
-        incoming = self._current
-        self._earlier = [earlier for earlier in self._earlier if earlier() is not None]
-        if incoming is not None and incoming() is not None:
-            self._earlier.append(incoming)
-        fresh = self.view(extent).clone() if shared else self.view(extent).detach()
-        self._current = None if shared else weakref.ref(fresh)
-        self.extent = extent
+        self._retire()
+        self.extent, self.layout = extent, layout
+        if shared:
+            return in_layout(self.view(extent), layout) if layout is not None else self.view(extent).clone()
+        fresh = self._issue(extent)
+        self._handed = weakref.ref(fresh)
         return fresh
 
-    def load(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Take a state from anywhere; returns the tensor that stands for it."""
-        extent = tensor.shape[self.axis] if self.axis is not None else self.capacity
-        if self._current is not None and self._current() is tensor:
-            return tensor
-        self.evacuate()
-        self.view(extent).copy_(tensor)
-        self._ledger.adoptions += 1
-        return self.hand_out(extent)
+    def _issue(self, extent: int) -> torch.Tensor:
+        """A new generation over the current contents."""
+        self._generation = another_storage(self.flat)
+        shape = self.shape(extent)
+        fresh = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
+        return fresh.set_(self._generation, 0, shape, self.view(extent).stride())  # type: ignore[call-overload,no-any-return]
 
-    def receive(self, tensor: torch.Tensor, extent: int, incoming: torch.Tensor | None) -> torch.Tensor:
+    def _retire(self) -> None:
+        """The current generation is consumed; it is remembered for as long as anybody holds it."""
+        self._earlier = [storage for storage in self._earlier if storage_users(storage)]
+        if self._generation is not None and storage_users(self._generation):
+            self._earlier.append(self._generation)
+        self._generation = self._handed = None
+
+    def load(self, tensor: torch.Tensor, layout: Layout = None) -> torch.Tensor | None:
+        """Take a state from anywhere; returns the tensor that stands for it, or None when the carry is not free.
+
+        Raises:
+            StaleState: see `is_current`.
+        """
+        if self.is_current(tensor):
+            return tensor
+        source = tensor.clone() if self.owns(tensor) else tensor
+        if not self._vacate():
+            return None
+        extent = tensor.shape[self.axis] if self.axis is not None else self.capacity
+        self.view(extent).copy_(source)
+        self._ledger.adoptions += 1
+        return self.hand_out(extent, layout=layout if layout is not None else layout_of(tensor))
+
+    def receive(self, tensor: torch.Tensor, extent: int, incoming: torch.Tensor) -> torch.Tensor:
         """Take a state that an eager call computed, so that the next call finds it in the carry.
 
+        Left where it is when the carry still holds a state that somebody else needs.
+
         Args:
-            incoming: the state that went into that call: consumed by it, so not evacuated.
+            incoming: the state that went into that call: consumed by it.
         """
-        if self._current is not None and self._current() is not None and self._current() is not incoming:
-            self.evacuate()
+        layout = layout_of(tensor)
         source = tensor.clone() if self.owns(tensor) else tensor
+        if self._stands() is incoming and self._generation is not None and storage_users(self._generation) == 1:
+            self._retire()
+        elif not self._vacate():
+            return source
         self.view(extent).copy_(source)
-        return self.hand_out(extent)
+        return self.hand_out(extent, layout=layout)

@@ -71,7 +71,7 @@ class ReplayTable:
 
     def _call(self, args: Sequence[Any]) -> Any:
         try:
-            key = call_key(args, self.regions, self.staged, self.scalars, self.device.type)
+            key = self._key(args)
         except Unkeyable as error:
             return self._miss(args, Miss("unkeyable", str(error)))
         entry = self.classes.get(key)
@@ -82,13 +82,17 @@ class ReplayTable:
             entry = answer
         elif not pointers_equal(args, entry.pointers, entry.plan.fixed):
             return self._moved(key, entry, args)
-        if entry.written:
+        if entry.written or entry.copy_back:
             shared = overlap(entry.plan, entry.written, args, self.names)
             if shared is not None:
                 return self._miss(args, shared)
         if torch.is_grad_enabled() and self._needs_grad(args):
             return self._miss(args, _NEEDS_GRAD)
         plan = entry.plan
+        for use in plan.regions:
+            problem = use.carry.make_room(args[use.index], in_place=use.output is None)
+            if problem is not None:
+                return self._miss(args, Miss(*problem))
         for use in plan.regions:
             use.carry.enter(args[use.index], use.extent, in_place=use.output is None)
             if use.returned:
@@ -102,6 +106,10 @@ class ReplayTable:
         return hand_out(entry.rules, raw, args, entry.recording.static_outputs)
 
     # -- everything else ----------------------------------------------------------------------------------------------
+
+    def _key(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        key = call_key(args, self.regions, self.staged, self.scalars, self.device.type)
+        return key + self.planner.key_part(args)
 
     def _miss(self, args: Sequence[Any], miss: Miss) -> Any:
         if miss is not WATCHED:
@@ -156,6 +164,7 @@ class ReplayTable:
         if restless is not None:
             return restless
         plan = self.planner.plan(args)
+        key = self._key(args)  # planning has told what else it depends on
         if isinstance(plan, Miss):
             return self._refuse(key, plan) if plan.lasting else plan
         if len(self.classes) >= self.max_classes:
@@ -171,17 +180,15 @@ class ReplayTable:
             self.classes[key] = twin
             return twin
         try:
-            entry = capture(plan, args, self.device, self.ledger)
+            entry = capture(plan, args, self.names, self.device, self.ledger)
         except CadenceError:
             raise
         except Exception as error:  # a failed capture is a refusal of this class alone, whatever went wrong in it
             log.exception("%s: capture of %s failed", self.ledger.name, plan.label)
-            entry = Miss(
-                "capture_failed",
-                f"{plan.label}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            )
+            what = f"{plan.label}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            entry = Miss("capture_failed", what, lasting=True)
         if isinstance(entry, Miss):
-            return self._refuse(key, entry)
+            return self._refuse(key, entry) if entry.lasting else entry
         self.classes[key] = entry
         self.planner.admitted(plan, key, entry)
         self.ledger.captures += 1

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from cadence_fx.capture import ReplayClass
@@ -35,6 +36,9 @@ def fingerprint(graph: fx.Graph, names: Sequence[str]) -> str | None:
             return None
         if node.op == "placeholder":
             numbers[node] = next(placeholders)
+            val = node.meta.get("val")
+            if isinstance(val, torch.Tensor):
+                sha.update(f"{numbers[node]} {tuple(val.shape)} {val.stride()} {val.dtype}\n".encode())
             continue
         numbers[node] = f"%{len(numbers) - len(names)}"
         operands = fx.map_arg((node.args, node.kwargs), lambda n: f"<{numbers[n]}>")

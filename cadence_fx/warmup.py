@@ -13,8 +13,9 @@ import time
 from typing import Any
 
 from cadence_fx._torch import backend_error, original_of, patient_tracing
+from cadence_fx.catalog import CatalogEntry
 from cadence_fx.errors import ContractError
-from cadence_fx.example import ExampleCall
+from cadence_fx.example import ExampleCall, Variant
 from cadence_fx.lookup import program_of
 from cadence_fx.program import Program
 from cadence_fx.report import Report, report
@@ -54,10 +55,14 @@ def warm_up(compiled: Any, *args: Any, progress: bool | None = None, **kwargs: A
     program.unseal()
     with Untouched(original, program), patient_tracing():
         try:
-            for entry in entries:
+            # Watching a call can show a layout of a state in which an entry has not been captured yet.
+            done: set[tuple[CatalogEntry, Variant]] = set()
+            while new := [(e, v) for e in entries for v in call.variants(e) if (e, v) not in done]:
+                entry, variant = new[0]
+                done.add(new[0])
                 tell.step(str(entry))
-                call.watch(entry)
-                call.capture(entry)
+                call.watch(entry, variant)
+                call.capture(entry, variant)
             tell.step("as called by the user")
             call.as_given()
         except Exception as error:

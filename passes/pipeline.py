@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -98,5 +99,7 @@ def _report(name: str, modified: bool, seconds: float, before: tuple[str, Counte
         changes = {op: now[op] - counts[op] for op in sorted(now | counts) if now[op] != counts[op]}
         diff = ", ".join(f"{op} {change:+d}" for op, change in changes.items()) or "same operators"
         text = f"{name}: {diff} ({seconds * 1e3:.1f} ms)\n--- before{code}\n--- after{gm.code}"
-    # The switch asks for the text by itself, so it must show even where the logger was left at its default level.
-    log.log(logging.DEBUG if log.isEnabledFor(logging.DEBUG) else logging.WARNING, "%s", text)
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("%s", text)
+    else:  # the switch asks for the text by itself, so it shows even where nobody has set up logging
+        print(text, file=sys.stderr)

@@ -23,8 +23,14 @@ SOURCES = [path for folder in ("cadence_fx", "passes", "adapters") for path in s
 WORD = re.compile(r"[a-z]+(_[a-z]+)*")
 
 # Reasons that are not spelled where they are counted: the module and the expression that brings them. They are read
-# off `compare` in signature.py and off the constructor of NotCapturable.
-RELAYED = {("graph", "error.reason"), ("graph", "*found"), ("verify_capturable", "reason")}
+# off `compare` in signature.py, `make_room` in storage.py and the constructor of NotCapturable.
+RELAYED = {
+    ("graph", "error.reason"),
+    ("graph", "*found"),
+    ("verify_capturable", "reason"),
+    ("capture", "*problem"),
+    ("table", "*problem"),
+}
 NEVER_COUNTED = {"watched"}  # calls that warm-up makes to look at; `_miss` skips them
 
 needs_entry_point = pytest.mark.skipif(
@@ -99,14 +105,15 @@ def returned(function: ast.AST) -> Iterator[str]:
 
 def relayed(tree: ast.AST, module: str) -> Iterator[str]:
     """Reasons that come through the expressions of RELAYED."""
-    source = {"signature": "compare", "verify_capturable": "_refusal"}.get(module)
+    source = {"signature": "compare", "verify_capturable": "_refusal", "storage": "make_room"}.get(module)
     if source is None:
         return
     (function,) = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == source]
     yield from returned(function)
     for node in ast.walk(tree):  # the parts of a key, each a reason when it differs
         if isinstance(node, ast.Assign) and "PARTS" in ast.unparse(node.targets[0]):
-            yield from ast.literal_eval(node.value)
+            for names in ast.literal_eval(node.value).values():
+                yield from names
 
 
 def reasons_in_code() -> set[str]:

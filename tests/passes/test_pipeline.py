@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 import torch.fx as fx
@@ -101,11 +99,11 @@ def test_registration(monkeypatch: pytest.MonkeyPatch) -> None:
         register_pass(object())  # type: ignore[arg-type]
 
 
-def test_debug_switch_shows_both_graphs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "cadence_fx.passes"):
-        run_passes(graph(), PassContext(), [Negate()])
-        assert not caplog.text
-        monkeypatch.setenv("CADENCE_DEBUG_PASSES", "1")
-        run_passes(graph(), PassContext(), [Negate(), Idle()])
-    assert "negate: aten.add.Tensor -1, aten.sub.Tensor +1" in caplog.text
-    assert "--- before" in caplog.text and "--- after" in caplog.text and "idle: unchanged" in caplog.text
+def test_debug_switch_shows_both_graphs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run_passes(graph(), PassContext(), [Negate()])
+    assert not capsys.readouterr().err
+    monkeypatch.setenv("CADENCE_DEBUG_PASSES", "1")
+    run_passes(graph(), PassContext(), [Negate(), Idle()])
+    shown = capsys.readouterr().err
+    assert "negate: aten.add.Tensor -1, aten.sub.Tensor +1" in shown
+    assert "--- before" in shown and "--- after" in shown and "idle: unchanged" in shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadence_fx.errors import StaleState
+from cadence_fx.layout import in_layout
 from cadence_fx.ledger import Ledger
 from cadence_fx.storage import Carry
 
@@ -30,50 +32,88 @@ def test_views_are_contiguous_and_start_at_one_address(a: int, b: int, capacity:
     assert carry.nbytes == a * b * capacity * 4
 
 
+def enter(carry: Carry, tensor: torch.Tensor, extent: int, *, in_place: bool = False) -> tuple[str, str] | None:
+    problem = carry.make_room(tensor, in_place=in_place)
+    if problem is None:
+        carry.enter(tensor, extent, in_place=in_place)
+    return problem
+
+
 def test_a_foreign_state_is_copied_in_and_its_own_is_recognised() -> None:
     carry, ledger = carry_of()
     state = torch.randn(2, 4, 3)
-    carry.enter(state, 4)
+    enter(carry, state, 4)
     assert torch.equal(carry.view(4), state) and ledger.adoptions == 1
     handed = carry.hand_out(4)
-    carry.enter(handed, 4)
-    carry.enter(handed.detach(), 4)  # another tensor on the same current contents
+    enter(carry, handed, 4)
+    enter(carry, handed.detach(), 4)  # another tensor on the same current contents
+    enter(carry, handed.view(8, 3).view(2, 4, 3), 4)
     assert ledger.adoptions == 1
 
 
-def test_a_consumed_state_is_refused_and_the_current_one_is_not() -> None:
+def test_a_consumed_state_is_refused_through_any_view_of_it() -> None:
     carry, _ = carry_of()
-    carry.enter(torch.randn(2, 4, 3), 4)
+    enter(carry, torch.randn(2, 4, 3), 4)
     first = carry.hand_out(4)
-    carry.enter(first, 4)
-    second = carry.hand_out(6)
-    with pytest.raises(StaleState, match="cache"):
-        carry.enter(first, 4)
-    carry.enter(second, 6)
-    with pytest.raises(StaleState):
-        carry.enter(second[:, :4], 4)  # a part of the current state is not the state
+    view = first.view(2, 4, 3)
+    enter(carry, first, 4)
+    second = carry.hand_out(4)
+    for stale in (first, view, first.detach(), first[:, :2]):
+        with pytest.raises(StaleState, match="cache"):
+            carry.make_room(stale)
+    assert carry.is_current(second) and carry.is_current(second.detach())
+
+
+def test_a_consumed_state_that_nobody_holds_is_forgotten() -> None:
+    carry, _ = carry_of()
+    enter(carry, torch.randn(2, 4, 3), 4)
+    for _ in range(5):
+        enter(carry, carry.hand_out(4), 4)
+    assert carry._earlier == []
 
 
 def test_two_streams_keep_their_bytes() -> None:
     carry, ledger = carry_of()
     one, other = torch.randn(2, 4, 3), torch.randn(2, 6, 3)
-    carry.enter(one, 4)
+    enter(carry, one, 4)
     held = carry.hand_out(4)
     expected = held.clone()
-    carry.enter(other, 6)  # another stream takes the carry: the state that is still held moves out
+    enter(carry, other, 6)  # another stream takes the carry: the state that is still held moves out
     assert ledger.evacuations == 1
     assert not carry.owns(held) and torch.equal(held, expected)
     assert torch.equal(carry.view(6), other)
-    carry.enter(held, 4)
+    enter(carry, held, 4)
     assert torch.equal(carry.view(4), one) and ledger.adoptions == 3
+
+
+def test_a_state_that_is_held_through_a_view_keeps_the_carry() -> None:
+    carry, ledger = carry_of()
+    enter(carry, torch.randn(2, 4, 3), 4)
+    view = carry.hand_out(4)[:, 1:]
+    expected = view.clone()
+    assert (enter(carry, torch.randn(2, 4, 3), 4) or ("",))[0] == "held_state"
+    assert carry.load(torch.randn(2, 4, 3)) is None
+    assert torch.equal(view, expected) and ledger.evacuations == 0
+    del view
+    assert enter(carry, torch.randn(2, 4, 3), 4) is None
+
+
+def test_a_part_of_the_current_state_is_adopted_like_any_other_tensor() -> None:
+    carry, _ = carry_of()
+    state = torch.randn(2, 6, 3)
+    enter(carry, state, 6)
+    part = carry.hand_out(6)[:, 2:]
+    assert not carry.is_current(part)
+    received = carry.receive(part * 1, 4, part)
+    assert torch.equal(received, state[:, 2:])
 
 
 def test_a_state_nobody_holds_is_not_copied() -> None:
     carry, ledger = carry_of()
-    carry.enter(torch.randn(2, 4, 3), 4)
+    enter(carry, torch.randn(2, 4, 3), 4)
     carry.hand_out(4)
     gc.collect()
-    carry.enter(torch.randn(2, 4, 3), 4)
+    enter(carry, torch.randn(2, 4, 3), 4)
     assert ledger.evacuations == 0
 
 
@@ -81,35 +121,56 @@ def test_a_state_written_in_place_is_moved_into_the_carry() -> None:
     carry, _ = carry_of()
     buffer = torch.randn(2, 6, 3)
     expected = buffer.clone()
-    assert carry.may_point_here(buffer)
-    carry.enter(buffer, 6, in_place=True)
+    enter(carry, buffer, 6, in_place=True)
     assert buffer.data_ptr() == carry.pointer and torch.equal(buffer, expected)
     carry.view(6).mul_(2)
     assert torch.equal(buffer, expected * 2)
-    shared = torch.randn(4, 6, 3)
-    assert not carry.may_point_here(shared[:2])
+    view = buffer[:, 1:]  # made after the move: follows it
+    carry.view(6).mul_(2)
+    assert torch.equal(view, expected[:, 1:] * 4)
+
+
+@pytest.mark.parametrize("other", [lambda t: t[:2], lambda t: t.view(4, 18), lambda t: t])
+def test_a_state_written_in_place_that_shares_memory_stays_where_it_is(other: Callable[[torch.Tensor], object]) -> None:
+    carry, _ = carry_of()
+    owner = torch.randn(4, 6, 3)
+    kept = other(owner)
+    slot = owner[2:]
+    assert (enter(carry, slot, 6, in_place=True) or ("",))[0] == "shared_state"
+    assert not carry.owns(slot) and kept is not None
 
 
 def test_a_shared_state_is_handed_out_as_a_copy_and_a_returned_one_keeps_its_bytes() -> None:
     carry, _ = carry_of()
-    carry.enter(torch.randn(2, 4, 3), 4)
+    enter(carry, torch.randn(2, 4, 3), 4)
     copy = carry.hand_out(4, shared=True)
     assert not carry.owns(copy) and torch.equal(copy, carry.view(4))
     handed = carry.hand_out(4)
     expected = handed.clone()
-    carry.enter(handed, 4)
+    enter(carry, handed, 4)
     carry.release(handed)
     carry.flat.zero_()
     assert torch.equal(handed, expected)
 
 
-def test_an_eager_result_is_received_even_from_the_carrys_own_memory() -> None:
+def test_the_layout_of_the_contents_is_remembered() -> None:
     carry, _ = carry_of()
-    carry.enter(torch.randn(2, 6, 3), 6)
-    state = carry.hand_out(6)
-    kept = state[:, 2:].clone()
-    received = carry.receive(state[:, 2:], 4, state)
-    assert carry.owns(received) and torch.equal(received, kept)
+    strided = torch.randn(2, 9, 3)[:, 5:]
+    enter(carry, strided, 4)
+    assert carry.layout == ((27, 3, 1), strided.data_ptr() % 16)
+    assert carry.view(4).is_contiguous()
+    handed = carry.hand_out(4, layout=((12, 1, 4), 0))
+    assert carry.layout_of(handed) == ((12, 1, 4), 0) and handed.is_contiguous()
+    assert carry.layout_of(torch.zeros(2, 4, 3)) is None
+
+
+@given(st.permutations([0, 1, 2]), st.integers(0, 3))
+def test_a_copy_in_a_layout_has_its_strides_and_its_bytes(order: list[int], pad: int) -> None:
+    tensor = torch.randn(2, 3, 4)
+    base = torch.zeros(3 * 4 * 5 * 3 + pad)[pad:].view(3, 4, 5, 3)[..., 0].permute(order)
+    layout = (tuple(base.stride()), base.data_ptr() % 16)
+    copy = in_layout(tensor, layout)
+    assert copy.stride() == base.stride() and copy.data_ptr() % 16 == layout[1] and torch.equal(copy, tensor)
 
 
 @pytest.mark.parametrize(
@@ -132,5 +193,5 @@ def test_load_takes_a_state_from_anywhere() -> None:
     carry, _ = carry_of()
     state = torch.randn(2, 5, 3).transpose(0, 0)
     loaded = carry.load(state)
-    assert carry.owns(loaded) and torch.equal(loaded, state)
-    carry.enter(loaded, 5)
+    assert loaded is not None and carry.owns(loaded) and torch.equal(loaded, state)
+    assert carry.is_current(loaded) and carry.load(loaded) is loaded

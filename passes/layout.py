@@ -1,0 +1,78 @@
+"""Which states are read in their own layout, and how a graph gets them in it.
+
+Moving bytes gives the same bytes from any layout. Any other kernel may take another path, or sum in another order,
+over other strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.fx as fx
+
+from cadence_fx.errors import NotCapturable
+from cadence_fx.passes.constants import Constants
+from cadence_fx.passes.graphs import GraphFacts, may_write, tensor_val
+from cadence_fx.passes.movement import is_movement
+
+__all__ = ["give_layout", "reads_layout"]
+
+aten = torch.ops.aten
+
+
+def reads_layout(gm: fx.GraphModule, states: Sequence[fx.Node]) -> set[fx.Node]:
+    """The states that anything but moves of bytes into fresh, contiguous memory reads, themselves or through views."""
+    facts = GraphFacts(gm.graph)
+    constants = Constants(gm, facts)
+    by_class = {facts.alias_class(state): state for state in states}
+    found: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        read = {by_class[rep] for arg in node.all_input_nodes if (rep := facts.alias_class(arg)) in by_class}
+        if node.op != "call_function" or not read:
+            continue
+        fresh = facts.alias_class(node) not in by_class and not may_write(node)
+        strided = fresh and not all(val.is_contiguous() for val in _tensors(node.meta.get("val")))
+        if strided or not is_movement(node, constants):
+            found |= read
+    return found
+
+
+def _tensors(val: object) -> list[torch.Tensor]:
+    values = val if isinstance(val, (list, tuple)) else [val]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def give_layout(gm: fx.GraphModule, state: fx.Node, strides: tuple[int, ...], pad: int) -> None:
+    """Rewrite ``gm`` so that ``state`` may come in contiguous: everything reads a copy of it with ``strides``.
+
+    Before: ``op(state)``, traced with a state of these strides. After::
+
+        memory = new_empty(state, [pad + span])
+        copy = as_strided(memory, shape, strides, pad)
+        copy_(copy, state)
+        op(copy)
+
+    No byte moves: the copy holds the state's bytes at the state's strides, and, by ``pad`` elements, its alignment.
+    """
+    if 0 in strides:
+        raise NotCapturable("layout", state.name)  # an expanded state: no copy can fill it
+    val = tensor_val(state)
+    shape = list(val.shape)
+    span = pad + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    readers = list(state.users)
+    last = list(gm.graph.find_nodes(op="placeholder"))[-1]
+    state.meta["val"] = val.new_empty(shape)
+    with gm.graph.inserting_after(last):
+        memory = gm.graph.call_function(aten.new_empty.default, (state, [span]))
+    memory.meta["val"] = val.new_empty([span])
+    with gm.graph.inserting_after(memory):
+        copy = gm.graph.call_function(aten.as_strided.default, (memory, shape, list(strides), pad))
+    copy.meta["val"] = memory.meta["val"].as_strided(shape, strides, pad)
+    with gm.graph.inserting_after(copy):
+        filled = gm.graph.call_function(aten.copy_.default, (copy, state))
+    filled.meta["val"] = copy.meta["val"]
+    for reader in readers:
+        reader.replace_input_with(state, copy)
+    gm.graph.lint()
+    gm.recompile()
