@@ -67,7 +67,6 @@ __all__ = [
     "UnusedClock",
     "WrongModule",
     "audit",
-    "cadence",
     "declare",
     "report",
     "restore",

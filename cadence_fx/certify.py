@@ -57,6 +57,10 @@ class Snapshot:
         self._host_generator = torch.get_rng_state() if watched else None
         self._device_generator = torch.cuda.get_rng_state(device) if watched and device.type == "cuda" else None
 
+    def include(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Save more tensors, as they are now."""
+        self._pairs += [(tensor, _to_host(tensor)) for tensor in tensors]
+
     def restore(self) -> None:
         """Put every byte and every generator back."""
         for target, saved in self._pairs:
@@ -82,7 +86,7 @@ def run_reference(plan: Plan, static_args: Sequence[Any]) -> tuple[Sequence[Any]
     return outputs, Outcome(
         [None if i in _region_outputs(plan) else _to_host(o) for i, o in enumerate(outputs)],
         [_to_host(s) for s in states],
-        [_to_host(static_args[i]) for i in plan.mutated],
+        [_to_host(tensor) for tensor in (*(static_args[i] for i in plan.mutated), *plan.beside)],
     )
 
 
@@ -93,7 +97,7 @@ def run_recording(plan: Plan, static_args: Sequence[Any], recording: Recording) 
     return Outcome(
         [None if i in _region_outputs(plan) else _to_host(o) for i, o in enumerate(outputs)],
         [_to_host(s) for s in states],
-        [_to_host(static_args[i]) for i in plan.mutated],
+        [_to_host(tensor) for tensor in (*(static_args[i] for i in plan.mutated), *plan.beside)],
     )
 
 

@@ -78,6 +78,7 @@ class Plan:
         draws: whether the computation draws random numbers, as far as its graph tells; None when nothing is known, and
             then the generators are watched while it runs.
         watched: tensors that are no arguments and that the computation might write.
+        beside: of those, and of memory reached through them, what it was seen to write.
         fingerprint: of the computation, with arguments by name: equal ones compute the same thing.
     """
 
@@ -93,6 +94,7 @@ class Plan:
     fingerprint: str | None = None
     draws: bool | None = None
     watched: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    beside: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
     def predicted_bytes(self, args: Sequence[Any]) -> int:
         """Bytes of the inputs that are neither aliased nor fixed."""

@@ -148,6 +148,14 @@ def _workspaces(program: Program, planner: GraphPlanner, table: ReplayTable) -> 
     return found
 
 
+def _size(count: int) -> str:
+    """Bytes with a unit that shows them."""
+    for unit, width in (("MiB", 2**20), ("KiB", 2**10)):
+        if count >= width:
+            return f"{count / width:.1f} {unit}"
+    return f"{count} B"
+
+
 def _text(facts: dict[str, Any]) -> str:
     lines = [
         f"{facts['name']}: {facts['classes']} classes"
@@ -169,18 +177,20 @@ def _text(facts: dict[str, Any]) -> str:
         )
     if facts["latency_us"]:
         lines.append("  host time of a call (us): " + ", ".join(f"{k} {v:.1f}" for k, v in facts["latency_us"].items()))
-    rows = [("class", "replays", "capture s", "staging B", "pool MiB")]
+    rows = [("class", "replays", "capture s", "staging", "pool")]
     rows += [
         (
             c["class"],
             str(c["replays"]),
             f"{c['capture_seconds']:.2f}",
-            str(c["staging_bytes"]),
-            f"{c['pool_bytes'] / _MIB:.1f}",
+            _size(c["staging_bytes"]),
+            _size(c["pool_bytes"]),
         )
         for c in facts["class_table"]
     ]
     lines += aligned(rows, indent="  ")
     if facts.get("retention"):
-        lines.append("  retention: " + "; ".join(f"{k}: {v}" for k, v in facts["retention"].items()))
+        proved = sum(verdict == "proved" for verdict in facts["retention"].values())
+        lines.append(f"  retention: {proved} of {len(facts['retention'])} proved")
+        lines += [f"      {name}: {verdict}" for name, verdict in facts["retention"].items() if verdict != "proved"]
     return "\n".join(lines)

@@ -18,19 +18,16 @@ class WriteWatcher(TorchDispatchMode):
 
     Attributes:
         written: addresses of all written storages.
-        hidden: an operator may have written more than its schema tells.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.written: set[int] = set()
-        self.hidden = False
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._made: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.hidden |= torch.Tag.maybe_aliasing_or_mutating in func.tags
         for i, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -50,9 +47,9 @@ class WriteWatcher(TorchDispatchMode):
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())  # type: ignore[call-overload]
             self._saved[home] = whole, whole.clone()
 
-    def elsewhere(self, known: set[int]) -> bool:
-        """Whether memory was written that is neither known nor made by the callable itself."""
-        return bool(self._saved.keys() - known)
+    def memories(self) -> list[torch.Tensor]:
+        """The bytes of every storage that was written and not made while the mode was on."""
+        return [memory for memory, _ in self._saved.values()]
 
     def put_back(self) -> None:
         """Everything written is as it was."""
