@@ -19,7 +19,7 @@ from cadence_fx import certify
 from cadence_fx.bytesops import bytes_equal
 from cadence_fx.ledger import Ledger, log
 from cadence_fx.outputs import OutputRule, derive_rules, unusual
-from cadence_fx.plan import Miss, Plan, destinations
+from cadence_fx.plan import Miss, Plan, RegionUse, destinations
 from cadence_fx.recorder import Recording, record
 from cadence_fx.signature import ALIGNMENT
 from cadence_fx.writes import WriteWatcher
@@ -33,6 +33,7 @@ class ReplayClass:
         buffers: static tensors of the staged arguments, in the order of `plan.staged`.
         pointers: addresses of the fixed arguments, by argument index; None for the others.
         copy_back: staged arguments that the code writes: their buffers are copied back after a launch.
+        returned: the states that leave the call as they came.
         fragile: a launch can raise halfway (on the host), with a state already written in place.
         written: storage addresses of what the code writes in place and no call may bring under another name.
     """
@@ -47,6 +48,7 @@ class ReplayClass:
     copy_back: list[tuple[int, torch.Tensor]]
     written: frozenset[int]
     fragile: bool
+    returned: list[RegionUse]
     replays: int = 0
 
 
@@ -163,6 +165,7 @@ def capture(
         staging_bytes=plan.predicted_bytes(args),
         copy_back=[(i, static_args[i]) for i in plan.mutated if i in staged],
         written=_written_homes(plan, static_args),
+        returned=[use for use in plan.regions if use.returned],
         fragile=not recording.static_outputs and any(use.output is None for use in plan.regions),
     )
 

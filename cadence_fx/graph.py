@@ -136,8 +136,11 @@ class GraphPlanner:
 
     def key_part(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """The layouts, in eager, of incoming states, where they may make a difference."""
+        instances = self.binding.instances
+        if not self.program.ledger.layouts and all(args[instance.index].is_contiguous() for instance in instances):
+            return ()  # no state of this program has ever been anything else
         part = []
-        for instance in self.binding.instances:
+        for instance in instances:
             layout = self._layout(instance, args)
             if layout is not None and not self._is_harmless(instance.index, args[instance.index].shape, layout):
                 part.append((instance.index, layout))

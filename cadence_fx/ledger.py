@@ -27,6 +27,7 @@ class Ledger:
         captures: classes captured; `late_captures` of them after the seal.
         adoptions: states copied into a carry because they did not live there.
         evacuations: states moved out of a carry because somebody still held them.
+        layouts: whether any state has had another layout in eager than a contiguous one.
         latencies_us: host microseconds of the most recent calls.
         details: reason → distinct explanations (argument, axis, the user's file and line).
     """
@@ -39,6 +40,7 @@ class Ledger:
         self.adoptions = 0
         self.evacuations = 0
         self.capture_seconds = 0.0
+        self.layouts = False
         self.misses: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
         self.invalidations: Counter[str] = Counter()

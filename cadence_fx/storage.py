@@ -27,6 +27,34 @@ from cadence_fx.layout import Layout, in_layout, layout_of
 from cadence_fx.ledger import Ledger
 
 
+class Generation:
+    """One state that was handed out: a storage object of its own over the carry's memory, and views to hand out.
+
+    Costs nothing on the device. Once nobody uses a generation it may stand for another state.
+    """
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.storage = another_storage(flat)
+        self.identity: int = self.storage._cdata
+        self._flat = flat
+        self._views: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def view(self, like: torch.Tensor) -> torch.Tensor:
+        """A new tensor of this generation with the shape and strides of `like`."""
+        shape = tuple(like.shape)
+        view = self._views.get(shape)
+        if view is None:
+            view = torch.empty(0, dtype=like.dtype, device=like.device)
+            view.set_(self.storage, 0, shape, like.stride())  # type: ignore[call-overload]
+            self._views[shape] = view
+        return view.detach()
+
+    @property
+    def users(self) -> int:
+        """Tensors outside that use it."""
+        return storage_users(self.storage) - len(self._views)
+
+
 class Carry:
     """One region instance's storage.
 
@@ -56,9 +84,10 @@ class Carry:
         self.extent: int | None = None
         self.layout: Layout = None
         self._views: dict[int, torch.Tensor] = {}
-        self._generation: torch.UntypedStorage | None = None
+        self._generation: Generation | None = None
         self._handed: weakref.ref[torch.Tensor] | None = None
-        self._earlier: list[torch.UntypedStorage] = []
+        self._earlier: list[Generation] = []
+        self._idle: list[Generation] = []
 
     @property
     def nbytes(self) -> int:
@@ -104,7 +133,7 @@ class Carry:
             StaleState: it is of contents that a later call has replaced.
         """
         storage = tensor.untyped_storage()
-        if self._generation is not None and storage._cdata == self._generation._cdata:
+        if self._generation is not None and storage._cdata == self._generation.identity:
             whole = self.extent is not None and list(tensor.shape) == self.shape(self.extent)
             return whole and tensor.storage_offset() == 0 and tensor.is_contiguous()
         if storage.data_ptr() == self.pointer:
@@ -138,12 +167,12 @@ class Carry:
         False when somebody holds the contents in another way; also when that begins while the bytes are copied.
         """
         held = self._stands()
-        if self._generation is not None and storage_users(self._generation):
-            if held is None or storage_users(self._generation) > 1:
+        if self._generation is not None and self._generation.users:
+            if held is None or self._generation.users > 1:
                 return False
             held.data = held.clone()
             self._ledger.evacuations += 1
-            if storage_users(self._generation):
+            if self._generation.users:
                 return False
         self._retire()
         self.extent = None
@@ -173,7 +202,7 @@ class Carry:
         source = tensor.clone() if self.owns(tensor) else tensor
         self.view(extent).copy_(source)
         self._ledger.adoptions += 1
-        self.extent, self.layout = extent, layout
+        self._describe(extent, layout)
         if in_place:
             tensor.data = self._issue(extent)
             self._handed = weakref.ref(tensor)
@@ -193,26 +222,31 @@ class Carry:
             shared: the user holds it as something else besides the state, and gets private memory.
         """
         self._retire()
-        self.extent, self.layout = extent, layout
+        self._describe(extent, layout)
         if shared:
             return in_layout(self.view(extent), layout) if layout is not None else self.view(extent).clone()
         fresh = self._issue(extent)
         self._handed = weakref.ref(fresh)
         return fresh
 
+    def _describe(self, extent: int, layout: Layout) -> None:
+        self.extent, self.layout = extent, layout
+        if layout is not None:
+            self._ledger.layouts = True
+
     def _issue(self, extent: int) -> torch.Tensor:
         """A new generation over the current contents."""
-        self._generation = another_storage(self.flat)
-        shape = self.shape(extent)
-        fresh = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
-        return fresh.set_(self._generation, 0, shape, self.view(extent).stride())  # type: ignore[call-overload,no-any-return]
+        self._generation = self._idle.pop() if self._idle else Generation(self.flat)
+        return self._generation.view(self.view(extent))
 
     def _retire(self) -> None:
         """The current generation is consumed; it is remembered for as long as anybody holds it."""
-        self._earlier = [storage for storage in self._earlier if storage_users(storage)]
-        if self._generation is not None and storage_users(self._generation):
+        if self._generation is not None:
             self._earlier.append(self._generation)
-        self._generation = self._handed = None
+            self._generation = self._handed = None
+        if self._earlier:
+            self._idle += [generation for generation in self._earlier if not generation.users]
+            self._earlier = [generation for generation in self._earlier if generation.users]
 
     def load(self, tensor: torch.Tensor, layout: Layout = None) -> torch.Tensor | None:
         """Take a state from anywhere; returns the tensor that stands for it, or None when the carry is not free.
@@ -240,7 +274,7 @@ class Carry:
         """
         layout = layout_of(tensor)
         source = tensor.clone() if self.owns(tensor) else tensor
-        if self._stands() is incoming and self._generation is not None and storage_users(self._generation) == 1:
+        if self._stands() is incoming and self._generation is not None and self._generation.users == 1:
             self._retire()
         elif not self._vacate():
             return source

@@ -89,14 +89,15 @@ class ReplayTable:
         if torch.is_grad_enabled() and self._needs_grad(args):
             return self._miss(args, _NEEDS_GRAD)
         plan = entry.plan
-        for use in plan.regions:
+        entering = [use for use in plan.regions if not use.carry.is_current(args[use.index])]
+        for use in entering:
             problem = use.carry.make_room(args[use.index], in_place=use.output is None)
             if problem is not None:
                 return self._miss(args, Miss(*problem))
-        for use in plan.regions:
+        for use in entering:
             use.carry.enter(args[use.index], use.extent, in_place=use.output is None)
-            if use.returned:
-                use.carry.release(args[use.index])
+        for use in entry.returned:
+            use.carry.release(args[use.index])
         copy_all(entry.buffers, [args[i] for i in plan.staged])
         raw = entry.recording.launch() if not entry.fragile else _launch_or_restore(entry)
         for i, buffer in entry.copy_back:

@@ -89,5 +89,6 @@ def in_terms_of(
         rules=[rule(r) for r in entry.rules],
         pointers=pointers,
         copy_back=[(moved[i], buffer) for i, buffer in entry.copy_back],
+        returned=[use for use in plan.regions if use.returned],
         replays=0,
     )
