@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if hashes[0] != hashes[1]:
         print("samples differ", file=sys.stderr)
         return 1
-    print("every sample has the bytes of eager; on a CPU the engine is checked, not faster: the gain is on a GPU")
+    print("every sample has the bytes of eager. On a CPU the engine is checked and not faster: the gain is on a GPU")
     return 0
 
 

@@ -15,8 +15,6 @@ from cadence_fx.program import Program
 from cadence_fx.replay import ExactShapeReplay
 from cadence_fx.table import ReplayTable
 
-_MIB = 2**20
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
@@ -172,9 +170,8 @@ def _text(facts: dict[str, Any]) -> str:
             lines += [f"      {detail}" for detail in list(facts["details"].get(reason, {}))[:3] if detail]
     lines.append(f"  states adopted {facts['adoptions']}, evacuated {facts['evacuations']}")
     if facts.get("bytes"):
-        lines.append(
-            "  bytes (MiB): " + ", ".join(f"{k.replace('_', ' ')} {v / _MIB:.2f}" for k, v in facts["bytes"].items())
-        )
+        figures = ", ".join(f"{name.replace('_', ' ')} {_size(count)}" for name, count in facts["bytes"].items())
+        lines.append(f"  bytes: {figures}")
     if facts["latency_us"]:
         lines.append("  host time of a call (us): " + ", ".join(f"{k} {v:.1f}" for k, v in facts["latency_us"].items()))
     rows = [("class", "replays", "capture s", "staging", "pool")]
