@@ -14,7 +14,6 @@ import cadence_fx
 from cadence_fx.clock import Clock
 from cadence_fx.contract import Contract, Region
 from cadence_fx.errors import StaleState
-from cadence_fx.replay import ExactShapeReplay
 from cadence_fx.retention import KeepLast
 from tests.harness import assert_same, compile_with, counts
 from tests.toys import B, C
@@ -70,7 +69,7 @@ def warm() -> tuple[Append, Append, Any, Tensor]:
     return module, eager, step, start
 
 
-# -- wrong bytes: a state known by its memory, not by the object that was handed out ----------------------------------
+# -- a state known by its memory, not by the object that was handed out ----------------------------------
 
 
 def test_another_view_of_a_consumed_state_is_refused_or_right() -> None:
@@ -134,7 +133,7 @@ def test_the_current_state_cut_by_the_user(part: slice) -> None:
     play(step, eager, ours[:, part], theirs[:, part])
 
 
-# -- wrong bytes: a state that this call only reads -------------------------------------------------------------------
+# -- a state that this call only reads -------------------------------------------------------------------
 
 
 class Peeks(nn.Module):
@@ -179,7 +178,7 @@ def test_a_call_that_only_reads_an_attribute_leaves_it() -> None:
         assert_same(module.hist, eager.hist, f"state {i}")
 
 
-# -- wrong bytes: tensors of the module --------------------------------------------------------------------------------
+# -- tensors of the module --------------------------------------------------------------------------------
 
 
 def test_a_parameter_replaced_by_its_own_transpose() -> None:
@@ -213,7 +212,7 @@ def test_an_attribute_of_another_geometry_at_the_same_address(of: str) -> None:
         ours, theirs = play(step, eager, ours, theirs, 2)
 
 
-# -- wrong bytes: states written in place that share memory ------------------------------------------------------------
+# -- states written in place that share memory ------------------------------------------------------------
 
 
 class InPlace(nn.Module):
@@ -291,7 +290,7 @@ def test_a_buffer_that_the_module_also_reads_through_a_view() -> None:
         assert_same(step(x), eager(x), f"output {i}")
 
 
-# -- wrong bytes: layout of a state ------------------------------------------------------------------------------------
+# -- layout of a state ------------------------------------------------------------------------------------
 
 
 class ReadsState(nn.Module):
@@ -455,17 +454,6 @@ def test_outputs_that_are_an_input_read_as_another_dtype() -> None:
     play(step, module, start, start)
 
 
-def test_outputs_that_are_a_conjugate_or_a_part_of_an_input() -> None:
-    def f(x: Tensor) -> tuple[Tensor, ...]:
-        return x.conj(), x.imag, x.real
-
-    replay = ExactShapeReplay(f)
-    for i in range(2):
-        x = torch.randn(4, dtype=torch.complex64)
-        for a, e in zip(replay(x), f(x), strict=True):
-            assert_same(a.resolve_conj(), e.resolve_conj(), f"call {i}")
-
-
 # -- wrongly refused ---------------------------------------------------------------------------------------------------
 
 
@@ -547,98 +535,3 @@ def test_restore_names_a_value_that_is_no_tensor(value: Any) -> None:
     _, _, step, _ = warm()
     with pytest.raises(cadence_fx.errors.CadenceError):
         cadence_fx.restore(step, cache=value)
-
-
-# -- ExactShapeReplay --------------------------------------------------------------------------------------------------
-
-
-def test_replay_of_a_number_computed_from_the_input() -> None:
-    replay = ExactShapeReplay(lambda x: (x * 2, float(x.sum())))
-    for _ in range(3):
-        x = noise(4)
-        assert replay(x)[1] == float(x.sum())
-
-
-def test_replay_of_a_write_that_changed_nothing_at_capture() -> None:
-    replay = ExactShapeReplay(lambda x: x.relu_().sum())
-    replay(torch.ones(4))
-    x = -torch.ones(4)
-    replay(x)
-    assert_same(x, torch.zeros(4), "the argument")
-
-
-def test_replay_of_one_tensor_passed_twice_and_written() -> None:
-    def f(x: Tensor, y: Tensor) -> Tensor:
-        x.add_(1)
-        return x + y
-
-    replay = ExactShapeReplay(f)
-    replay(noise(4), noise(4))
-    for i in range(2):
-        x = noise(4)
-        twin = x.clone()
-        assert_same(replay(x, x), f(twin, twin), f"output {i}")
-
-
-def test_replay_of_one_tensor_passed_twice_first() -> None:
-    replay = ExactShapeReplay(lambda x, y: x.add_(1) + y)
-    x = noise(4)
-    expected = (x + 1) * 2
-    assert_same(replay(x, x), expected, "output")
-
-
-def test_replay_of_a_module_that_writes_its_own_buffers() -> None:
-    """Capture runs it several times, and the buffers count each."""
-    module = nn.BatchNorm1d(4).train()
-    eager, replay = copy.deepcopy(module), ExactShapeReplay(module)
-    for i in range(3):
-        x = noise(5, 4)
-        assert_same(replay(x), eager(x), f"output {i}")
-        assert module.running_mean is not None and eager.running_mean is not None
-        assert_same(module.running_mean, eager.running_mean, f"running mean {i}")
-
-
-@pytest.mark.parametrize("change", ["transposed", "shorter"])
-def test_replay_of_an_aliased_tensor_of_another_geometry(change: str) -> None:
-    held, x = noise(4, 4), noise(4)
-    replay = ExactShapeReplay(lambda x, s: x + s.sum(0), aliased=[held])
-    replay(x, held)
-    other = held.t() if change == "transposed" else held[:2]
-    assert_same(replay(x, other), x + other.sum(0), "output")
-
-
-def test_replay_with_none_where_a_tensor_was() -> None:
-    def f(x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return x if bias is None else x + bias
-
-    replay = ExactShapeReplay(f)
-    for bias in (torch.ones(4), None, torch.ones(4), None):
-        x = noise(4)
-        assert_same(replay(x, bias=bias), f(x, bias), f"bias {bias}")
-
-
-def test_replay_where_the_structure_of_the_result_follows_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where a launch does not run the callable again."""
-
-    class Once:
-        static_outputs, nbytes, closed = True, 0, False
-
-        def __init__(self, run: Any) -> None:
-            self._outputs = run()
-
-        def launch(self) -> Any:
-            return self._outputs
-
-        def close(self) -> None:
-            self.closed = True
-
-    monkeypatch.setattr("cadence_fx.capture.record", lambda run, device: Once(run))
-    replay = ExactShapeReplay(lambda x: (torch.ones(2), torch.ones(2)) if x.numel() > 3 else {"a": torch.ones(2)})
-    for size in (4, 3, 4, 3):
-        assert isinstance(replay(noise(size)), tuple if size > 3 else dict)
-
-
-def test_replay_of_a_sparse_argument() -> None:
-    replay = ExactShapeReplay(lambda x: x.to_dense() * 2)
-    x = torch.eye(3).to_sparse()
-    assert_same(replay(x), x.to_dense() * 2, "output")
