@@ -99,10 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, digest, times in (("eager", hashes[0], eager_ms), ("cadence", hashes[1], cadence_ms)):
         print(f"{name:>8}: sha256 {digest}, median {statistics.median(times):.0f} ms a second of audio")
     write_wave(options.out / "token2wav.wav", replayed)
-    seconds = len(replayed) / SAMPLE_RATE
-    print(
-        f"written: {options.out / 'token2wav.wav'} ({seconds:.1f} s; it sounds like noise, since the weights are random)"
-    )
+    path, seconds = options.out / "token2wav.wav", len(replayed) / SAMPLE_RATE
+    print(f"written: {path} ({seconds:.1f} s; it sounds like noise, since the weights are random)")
     if hashes[0] != hashes[1]:
         print("samples differ", file=sys.stderr)
         return 1
