@@ -158,6 +158,7 @@ def _text(facts: dict[str, Any]) -> str:
     lines = [
         f"{facts['name']}: {facts['classes']} classes"
         + (f" of a catalog of {facts['catalog']}" if facts.get("catalog") else "")
+        + ("; every call runs eager" if not facts["classes"] and facts.get("sealed") else "")
         + (", sealed" if facts.get("sealed") else "")
     ]
     lines.append(

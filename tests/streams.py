@@ -213,6 +213,7 @@ STREAMS = (
     on_argument(toys.GrowThenPinned, 3, kept("cache", 1, 0, PromptPlusLast(8, 0)), (B, 0, C)),
     on_argument(toys.ZeroStart, 2, kept("cache", 1, 0, KeepLast(5)), (B, 0, C)),
     on_argument(toys.ViewState, 3, kept("cache", 2, 3, KeepLast(8)), (B, C, 3)),
+    on_argument(toys.ReadsState, 3, kept("cache", 1, 3, KeepLast(9)), (B, 3, C)),
     on_argument(
         toys.SolverStack,
         3,

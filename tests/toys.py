@@ -151,6 +151,14 @@ class ViewState(Toy):
         return self.attend(x, raw) + self.attend(x, frames), raw[:, -8:].transpose(1, 2)
 
 
+class ReadsState(Toy):
+    """Reductions straight over the state: in which order they sum depends on its strides, which a slice leaves odd."""
+
+    def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        raw = torch.cat([cache, self.key(x)], 1)
+        return self.attend(x, raw) + cache.mean((0, 1)) * cache.sum(), raw[:, -9:]
+
+
 class TwoClocks(Toy):
     """Tokens at one rate, frames at twice that rate; the token state outlives a turn."""
 
