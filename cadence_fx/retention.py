@@ -100,8 +100,48 @@ def _check_order(order: object) -> None:
 _PLACED = {"append": "appended", "prepend": "prepended"}
 
 
+class _Growing:
+    """What policies share whose extent grows to a bound."""
+
+    __slots__ = ()
+    fixed = False
+    in_place = False
+
+    @property
+    def bound(self) -> int:
+        raise NotImplementedError
+
+    def attended(self, raw: int) -> int:
+        return min(raw, self.bound)
+
+    def attended_expr(self, raw: sympy.Expr) -> sympy.Expr:
+        return sympy.Min(raw, self.bound)
+
+
+class _Fixed:
+    """What policies share whose extent never moves and whose order in memory is not declared."""
+
+    __slots__ = ()
+    fixed = True
+    n: int
+
+    @property
+    def order(self) -> None:
+        return None
+
+    @property
+    def bound(self) -> int:
+        return self.n
+
+    def attended(self, raw: int) -> int:
+        return self.n
+
+    def attended_expr(self, raw: sympy.Expr) -> sympy.Expr:
+        return sympy.Integer(self.n)
+
+
 @dataclass(frozen=True, slots=True)
-class KeepLast:
+class KeepLast(_Growing):
     """The newest ``n`` frames: the tail of the raw extent when the code appends, the head when it prepends."""
 
     n: int
@@ -115,20 +155,6 @@ class KeepLast:
     def bound(self) -> int:
         return self.n
 
-    @property
-    def fixed(self) -> bool:
-        return False
-
-    @property
-    def in_place(self) -> bool:
-        return False
-
-    def attended(self, raw: int) -> int:
-        return min(raw, self.n)
-
-    def attended_expr(self, raw: sympy.Expr) -> sympy.Expr:
-        return sympy.Min(raw, self.n)
-
     def survivors(self, old: int, new: int) -> tuple[Span, ...]:
         raw = old + new
         kept = self.attended(raw)
@@ -140,7 +166,7 @@ class KeepLast:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptPlusLast:
+class PromptPlusLast(_Growing):
     """The first ``prompt`` and the last ``last`` frames of the raw extent, as they lie in memory.
 
     The split is by memory in both orders. With ``prepend`` the head is the newest frames, so the name "prompt" is
@@ -162,20 +188,6 @@ class PromptPlusLast:
     def bound(self) -> int:
         return self.prompt + self.last
 
-    @property
-    def fixed(self) -> bool:
-        return False
-
-    @property
-    def in_place(self) -> bool:
-        return False
-
-    def attended(self, raw: int) -> int:
-        return min(raw, self.bound)
-
-    def attended_expr(self, raw: sympy.Expr) -> sympy.Expr:
-        return sympy.Min(raw, self.bound)
-
     def survivors(self, old: int, new: int) -> tuple[Span, ...]:
         raw = old + new
         if raw <= self.bound:
@@ -189,35 +201,14 @@ class PromptPlusLast:
 
 
 @dataclass(frozen=True, slots=True)
-class Pinned:
+class Pinned(_Fixed):
     """Always ``n`` frames, replaced by each call in whatever way it likes."""
 
+    in_place = False
     n: int
 
     def __post_init__(self) -> None:
         check_count(self.n, "retention.n", least=1)
-
-    @property
-    def order(self) -> None:
-        return None
-
-    @property
-    def bound(self) -> int:
-        return self.n
-
-    @property
-    def fixed(self) -> bool:
-        return True
-
-    @property
-    def in_place(self) -> bool:
-        return False
-
-    def attended(self, raw: int) -> int:
-        return self.n
-
-    def attended_expr(self, raw: sympy.Expr) -> sympy.Expr:
-        return sympy.Integer(self.n)
 
     def survivors(self, old: int, new: int) -> tuple[Span, ...]:
         return (Span("new", 0, self.n),)
@@ -227,35 +218,14 @@ class Pinned:
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
-    """Always ``n`` frames, written in place by index; the order in memory is not declared."""
+class Ring(_Fixed):
+    """Always ``n`` frames, written in place by index."""
 
+    in_place = True
     n: int
 
     def __post_init__(self) -> None:
         check_count(self.n, "retention.n", least=1)
-
-    @property
-    def order(self) -> None:
-        return None
-
-    @property
-    def bound(self) -> int:
-        return self.n
-
-    @property
-    def fixed(self) -> bool:
-        return True
-
-    @property
-    def in_place(self) -> bool:
-        return True
-
-    def attended(self, raw: int) -> int:
-        return self.n
-
-    def attended_expr(self, raw: sympy.Expr) -> sympy.Expr:
-        return sympy.Integer(self.n)
 
     def survivors(self, old: int, new: int) -> tuple[Span, ...] | None:
         return None
