@@ -34,6 +34,7 @@ from cadence_fx.retention import KeepLast as KeepLast
 from cadence_fx.retention import Pinned as Pinned
 from cadence_fx.retention import PromptPlusLast as PromptPlusLast
 from cadence_fx.retention import Ring as Ring
+from cadence_fx.switch import disabled as disabled
 from cadence_fx.warmup import warm_up as warm_up
 
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "WrongModule",
     "audit",
     "declare",
+    "disabled",
     "report",
     "restore",
     "warm_up",

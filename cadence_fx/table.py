@@ -18,6 +18,7 @@ from cadence_fx.ledger import Ledger, log
 from cadence_fx.outputs import hand_out
 from cadence_fx.plan import WATCHED, Miss, Planner
 from cadence_fx.signature import Unkeyable, call_key
+from cadence_fx.switch import is_off
 
 # Invalidations by one argument after which a table stops capturing: it is unlikely to be the last.
 _RESTLESS = 3
@@ -70,6 +71,8 @@ class ReplayTable:
         return result
 
     def _call(self, args: Sequence[Any]) -> Any:
+        if is_off():
+            return self._miss(args, Miss("disabled"))
         try:
             key = self._key(args)
         except Unkeyable as error:
