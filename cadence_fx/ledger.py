@@ -12,6 +12,8 @@ from collections import Counter, deque
 log = logging.getLogger("cadence_fx")
 log.addHandler(logging.NullHandler())
 
+# Distinct explanations kept and logged for one reason: a stream of odd sizes must not fill the memory or the log.
+_MOST_DETAILS = 64
 # Latencies of the most recent calls kept for quantiles.
 _WINDOW = 8192
 
@@ -72,6 +74,8 @@ class Ledger:
 
     def _note(self, verb: str, reason: str, detail: str) -> None:
         seen = self.details.setdefault(reason, {})
+        if detail not in seen and len(seen) >= _MOST_DETAILS:
+            detail = "and others"
         if detail not in seen:
             log.warning("%s: %s: %s%s", self.name, verb, reason, f": {detail}" if detail else "")
         seen[detail] = seen.get(detail, 0) + 1
