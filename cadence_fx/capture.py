@@ -17,6 +17,7 @@ import torch
 
 from cadence_fx import certify
 from cadence_fx.bytesops import bytes_equal
+from cadence_fx.layout import is_expanded, same_geometry_copy
 from cadence_fx.ledger import Ledger, log
 from cadence_fx.outputs import OutputRule, derive_rules, unusual
 from cadence_fx.plan import Miss, Plan, RegionUse, destinations
@@ -101,7 +102,7 @@ def capture(
         use.carry.enter(args[use.index], use.extent, in_place=use.output is None)
     static_args = list(args)
     for i in plan.staged:
-        static_args[i] = _static_copy(args[i])
+        static_args[i] = same_geometry_copy(args[i])
     for use in plan.regions:
         static_args[use.index] = use.carry.view(use.extent)
 
@@ -212,18 +213,9 @@ def _record_certified(
 
 def _is_unusual(tensor: torch.Tensor) -> bool:
     """Sparse, lazily conjugated or negated, or expanded: no copy can fill a static buffer of the same geometry."""
-    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
-        return True
-    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or is_expanded(tensor)
 
 
 def _addresses(args: Sequence[Any], fixed: list[int]) -> list[int | None]:
     wanted = set(fixed)
     return [arg.data_ptr() if i in wanted else None for i, arg in enumerate(args)]
-
-
-def _static_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A static buffer of the same geometry, with the same contents."""
-    buffer = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    buffer.copy_(tensor)
-    return buffer

@@ -37,7 +37,7 @@ from cadence_fx.errors import (
     UnknownArgument,
     WrongModule,
 )
-from cadence_fx.layout import Layout, layout_of
+from cadence_fx.layout import Layout, is_expanded, layout_of, same_geometry_copy
 from cadence_fx.program import Program
 
 # One layout for each instance of each persistent region, in the contract's order.
@@ -65,7 +65,6 @@ class ExampleCall:
                 f"the example call does not fit the compiled callable: {error}", field="args"
             ) from error
         self.example: dict[str, Any] = bound.arguments
-        self.args, self.kwargs = args, kwargs
         self.dynamic = asks_for_dynamic(compiled)
         self._layouts: dict[tuple[str, paths.Path, int], list[Layout]] = {}
         self._generator = torch.Generator().manual_seed(0)
@@ -363,15 +362,11 @@ class ExampleCall:
         try:
             if region.attribute is not None:
                 return paths.get(self.module, path)
-            if region.result is None:
+            place = Instance(region, path, -1, None).result_path
+            if place is None:
                 return None
-            pattern = paths.parse(region.result) if isinstance(region.result, str) else (region.result,)
-            if pattern == (0,) and isinstance(result, torch.Tensor):
-                return result
-            stars = [step for step, declared in zip(path, declared_path(region), strict=True) if declared == paths.ANY]
-            concrete = tuple(stars.pop(0) if step == paths.ANY else step for step in pattern)
-            return paths.get(result, concrete)
-        except (LookupError, IndexError):
+            return result if place == (0,) and isinstance(result, torch.Tensor) else paths.get(result, place)
+        except LookupError:
             return None
 
 
@@ -388,11 +383,8 @@ def _cloned(value: Any) -> Any:
 
 
 def _twin(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, which are part of the signature; an expanded tensor is its own copy."""
-    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        return tensor.clone()
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(tensor)
+    """A copy of the same geometry where there can be one."""
+    return tensor.clone() if is_expanded(tensor) else same_geometry_copy(tensor)
 
 
 def _tensor_paths(value: Any, path: paths.Path = ()) -> list[paths.Path]:

@@ -26,6 +26,17 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     return None if tensor.is_contiguous() and offset == 0 else (tuple(tensor.stride()), offset)
 
 
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether several elements of a tensor are one in memory, so that no write can fill a buffer of its strides."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def same_geometry_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A private copy with the same strides, which are part of a signature; the tensor must not be expanded."""
+    buffer = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return buffer.copy_(tensor)
+
+
 def is_channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether strides are those of a channels-last image or volume, a format that operators pass on."""
     if len(shape) not in (4, 5):

@@ -42,8 +42,7 @@ class RegionUse:
         carry: its storage.
         extent, next_extent: attended extents on entry and on exit, in frames.
         output: index of the new state among the outputs; None when the code writes the state in place.
-        layout: eager gives the incoming state in this class; None when it is contiguous.
-        next_layout: eager gives the new state; read off the stock computation at capture.
+        next_layout: eager gives the new state, None when it is contiguous; read off the stock computation at capture.
         shared: the new state leaves as another result too, which must keep its bytes: it is handed out as a copy.
         returned: the old state leaves as a result, which must keep its bytes: it is moved out of the carry first.
     """
@@ -53,7 +52,6 @@ class RegionUse:
     extent: int
     next_extent: int
     output: int | None
-    layout: Layout = None
     next_layout: Layout = None
     shared: bool = False
     returned: bool = False

@@ -13,7 +13,6 @@ from cadence_fx.graph import GraphPlanner
 from cadence_fx.lookup import program_of
 from cadence_fx.program import Program
 from cadence_fx.replay import ExactShapeReplay
-from cadence_fx.table import ReplayTable
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,10 +119,9 @@ def _captured_entries(program: Program) -> set[str]:
 
 def _bytes(program: Program, classes: list[ReplayClass]) -> dict[str, int]:
     """The paper's equation (6): staged inputs of every class, plus each region's storage once."""
-    workspaces = {}
-    for planner, table in program.graphs:
-        for name, size in _workspaces(program, planner, table):
-            workspaces[name] = size
+    workspaces: dict[str, int] = {}
+    for planner, _ in program.graphs:
+        workspaces.update(_workspaces(program, planner))
     return {
         "predicted_staging": sum(c.staging_bytes for c in classes),
         "measured_staging": sum(b.untyped_storage().nbytes() for c in classes for b in c.buffers),
@@ -134,8 +132,7 @@ def _bytes(program: Program, classes: list[ReplayClass]) -> dict[str, int]:
     }
 
 
-def _workspaces(program: Program, planner: GraphPlanner, table: ReplayTable) -> list[tuple[str, int]]:
-    del table
+def _workspaces(program: Program, planner: GraphPlanner) -> list[tuple[str, int]]:
     found = []
     for entry in planner.binding.inputs:
         if entry.role == "fixed" and program.is_scratch(entry.origin):

@@ -17,6 +17,9 @@ from tests.streams import Run, Stream
 # By name where the package is installed (its entry point), by function from a bare checkout.
 BACKEND: Any = "cadence" if "cadence" in torch.compiler.list_backends(exclude_tags=()) else cadence
 
+TURNS = (23, 17, 25)  # calls in each turn; the last of a turn is a flush where the stream declares one
+MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+
 
 def compile_with(target: Any, contract: Contract) -> Callable[..., Any]:
     options: dict[str, Any] = {"contract": contract}

@@ -8,12 +8,9 @@ import torch
 from torch import Tensor
 
 import cadence_fx
-from tests.harness import Pair
+from tests.harness import MODES, TURNS, Pair
 from tests.streams import BY_NAME, STREAMS, Stream, declared, visits
 from tests.toys import BufferShift
-
-TURNS = (23, 17, 25)  # calls in each turn; the last of a turn is a flush where the stream declares one
-MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
 
 @pytest.mark.parametrize("stream", STREAMS, ids=lambda s: s.name)

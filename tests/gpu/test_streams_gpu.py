@@ -11,14 +11,12 @@ from torch import Tensor, nn
 import cadence_fx
 from cadence_fx.recorder import DevicePool
 from cadence_fx.storage import Carry
-from tests.harness import Pair, assert_same
+from tests.harness import MODES, TURNS, Pair, assert_same
 from tests.streams import BY_NAME, STREAMS, Stream
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-TURNS = (23, 17, 25)
-MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
 
 @pytest.mark.parametrize("mode", MODES)
