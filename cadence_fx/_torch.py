@@ -329,14 +329,18 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def storage_users(storage: torch.UntypedStorage) -> int:
-    """How many tensors use a storage, besides this handle to it."""
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+
+
+def storage_users(identity: int) -> int:
+    """How many tensors use the storage with this `_cdata`, of which the caller holds one handle."""
+    return _use_count(identity) - 1
 
 
 def tensor_owners(tensor: torch.Tensor) -> int:
     """How many tensors share this one's memory, itself included."""
-    return storage_users(tensor.untyped_storage())
+    storage = tensor.untyped_storage()
+    return storage_users(storage._cdata)
 
 
 def another_storage(flat: torch.Tensor) -> torch.UntypedStorage:

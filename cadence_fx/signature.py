@@ -80,14 +80,12 @@ def call_key(
     Raises:
         Unkeyable: a scalar argument is not a plain value.
     """
-    key: list[Any] = [ambient_state(device_type)]
-    for i in regions:
-        key.append(region_key(args[i]))
-    for i in staged:
-        key.append(tensor_key(args[i]))
-    for i in scalars:
-        key.append(scalar_key(args[i]))
-    return tuple(key)
+    return (
+        ambient_state(device_type),
+        *[region_key(args[i]) for i in regions],
+        *[tensor_key(args[i]) for i in staged],
+        *[scalar_key(args[i]) for i in scalars],
+    )
 
 
 def compare(known: dict[str, tuple[Any, ...]], found: dict[str, tuple[Any, ...]]) -> tuple[str, str] | None:
