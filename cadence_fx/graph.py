@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import sympy
 import torch
 from torch import fx
 
-from cadence_fx._torch import CompileSite, ambient_state, to_static_aten
+from cadence_fx._torch import CompileSite, ambient_state, example_shape, example_value, to_static_aten
 from cadence_fx.admission import Admission
 from cadence_fx.binding import Binding, Instance, scalar_outputs
 from cadence_fx.catalog import CatalogEntry
@@ -72,6 +73,7 @@ class GraphPlanner:
             self.verdict = Miss("data_dependent", "an int that is read off a tensor is a result")
         self._in_place: set[int] = set()
         self.resumes = site.resumes
+        self._inference = torch.is_inference_mode_enabled()
         (results,) = gm.graph.output_node().args
         self._shared = {i for i, out in enumerate(results) if site.times[getattr(out, "name", "")] > 1}  # type: ignore[arg-type]
         self._returned = {i.index for i in binding.inputs if i.name in site.returned_inputs}
@@ -79,6 +81,19 @@ class GraphPlanner:
     def itemsize(self, index: int) -> int:
         """Bytes of one element of a tensor input."""
         return int(self.gm.graph.find_nodes(op="placeholder")[index].meta["example_value"].element_size())
+
+    def predicted_carries(self) -> dict[tuple[Any, ...], int]:
+        """Bytes of the carry of each state, from the contract and the shapes Dynamo saw; keyed as carries are."""
+        placeholders = self.gm.graph.find_nodes(op="placeholder")
+        found = {}
+        for instance in self.binding.instances:
+            if instance.key in self.pairing.outputs:
+                shape, like = example_shape(placeholders[instance.index]), example_value(placeholders[instance.index])
+                rest = tuple(size for axis, size in enumerate(shape) if axis != instance.axis)
+                frames = 1 if instance.axis is None else instance.region.bound
+                key = (*instance.key, rest, like.dtype, like.device, self._inference)
+                found[key] = max(1, math.prod(rest) * frames) * like.element_size()
+        return found
 
     # -- planning -----------------------------------------------------------------------------------------------------
 

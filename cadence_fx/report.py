@@ -120,12 +120,14 @@ def _captured_entries(program: Program) -> set[str]:
 def _bytes(program: Program, classes: list[ReplayClass]) -> dict[str, int]:
     """The paper's equation (6): staged inputs of every class, plus each region's storage once."""
     workspaces: dict[str, int] = {}
+    carries: dict[tuple[Any, ...], int] = {}
     for planner, _ in program.graphs:
         workspaces.update(_workspaces(program, planner))
+        carries.update(planner.predicted_carries())
     return {
         "predicted_staging": sum(c.staging_bytes for c in classes),
         "measured_staging": sum(b.untyped_storage().nbytes() for c in classes for b in c.buffers),
-        "predicted_carries": sum(c.nbytes for c in program.carries.values()),
+        "predicted_carries": sum(carries.values()),
         "measured_carries": sum(c.flat.untyped_storage().nbytes() for c in program.carries.values()),
         "workspaces": sum(workspaces.values()),
         "pool": sum(c.recording.nbytes for c in classes),

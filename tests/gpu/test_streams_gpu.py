@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import cadence_fx
 from cadence_fx.recorder import DevicePool
 from cadence_fx.storage import Carry
-from tests.harness import MODES, TURNS, Pair, assert_same
+from tests.harness import MODES, Pair, assert_same, check_stream
 from tests.streams import BY_NAME, STREAMS, Stream
 
 pytestmark = pytest.mark.gpu
@@ -23,18 +23,7 @@ DEVICE = "cuda"
 @pytest.mark.parametrize("stream", STREAMS, ids=lambda s: s.name)
 def test_stream_equals_eager(stream: Stream, mode: str) -> None:
     with MODES[mode]():
-        pair = Pair(stream, DEVICE)
-        for turn, calls in enumerate(TURNS):
-            if turn:
-                pair.restart(turn, everything=False)
-            for _ in range(calls - 1):
-                pair.call()
-            pair.call(stream.flushes[turn % len(stream.flushes)] if stream.flushes else None)
-        pair.check_kept()
-        assert all(len(seen) == 1 for seen in pair.addresses.values())
-        assert pair.missed() == Counter()
-        assert pair.since("captures") == 0
-        assert pair.since("replays") == sum(TURNS)
+        check_stream(stream, DEVICE)
 
 
 @pytest.mark.parametrize("name", ["PromptAppend", "BufferShift", "RingByIndex", "SolverWorkspace"])
