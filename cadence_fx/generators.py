@@ -52,11 +52,17 @@ def of_python(owner: Any, name: str) -> Source:
 
 
 def of_numpy(owner: Any, name: str) -> Source:
-    """A numpy `Generator`, or the legacy global state (`numpy.random`)."""
-    if hasattr(owner, "bit_generator"):
+    """A numpy `Generator`, a `RandomState`, or the legacy global state (`numpy.random`)."""
+    if type(owner).__name__ == "Generator":
         bits = owner.bit_generator
         return Source(name, lambda: bits.state, lambda state: setattr(bits, "state", state))
     return Source(name, owner.get_state, owner.set_state)
+
+
+def is_numpy(value: Any) -> bool:
+    """Whether a value is one of numpy's own generators; numpy need not be there."""
+    kind = type(value)
+    return kind.__module__.startswith("numpy.random") and kind.__name__ in ("Generator", "RandomState")
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -92,19 +98,25 @@ def _cuda_runs(device: torch.device | None) -> bool:
 
 
 class Generators:
-    """Sources with the states they had when they were added.
+    """Sources with the states they had at the start.
 
     Args:
-        sources: what is watched from now on.
+        sources: what is watched from now on; one that comes twice counts once.
     """
 
     def __init__(self, sources: Iterable[Source] = ()) -> None:
-        self._saved: list[tuple[Source, Any]] = [(source, source.read()) for source in sources]
+        self._saved: list[tuple[Source, Any]] = []
+        for source in sources:
+            if source.generator is None or not self.knows(source.generator):
+                self._saved.append((source, source.read()))
 
-    def add(self, source: Source, state: Any) -> None:
-        """Watch one more source, which had this state at the start; one that is known already stays as it is."""
-        if source.generator is None or all(source.generator is not known.generator for known in self.sources):
-            self._saved.append((source, state))
+    def knows(self, generator: torch.Generator) -> bool:
+        """Whether PyTorch's generator is watched."""
+        return any(source.generator is generator for source, _ in self._saved)
+
+    def of(self, device: torch.device) -> list[torch.Generator]:
+        """PyTorch's generators that launches on this device may draw from."""
+        return [s.generator for s in self.sources if s.generator is not None and s.is_of(device)]
 
     @property
     def sources(self) -> list[Source]:
@@ -112,7 +124,7 @@ class Generators:
         return [source for source, _ in self._saved]
 
     def restore(self) -> None:
-        """Every source is as it was when it was added."""
+        """Every source is as it was at the start."""
         for source, state in self._saved:
             source.write(state)
 
@@ -151,4 +163,4 @@ def _spell(device: torch.device) -> str:
 
 def explicit(generators: Sequence[torch.Generator]) -> list[Source]:
     """Generators that were passed around, as sources."""
-    return [of_torch(generator, f"a generator of {generator.device}") for generator in generators]
+    return [of_torch(generator, f"a generator on {generator.device}") for generator in generators]

@@ -16,11 +16,16 @@ from typing import Any
 
 import torch
 
+from cadence_fx.generators import Source, is_numpy, of_numpy, of_python, of_torch
+
 _DEEPEST = 8  # containers and objects below a module or a root
 _WIDEST = 512  # elements of a container that are themselves looked into
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _TABLES = ("_parameters", "_buffers", "_modules")
 _FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "cadence_fx", "__builtin__"}
+
+
+Place = tuple[Any, Any, str]
 
 
 class _Container:
@@ -86,15 +91,14 @@ class PythonState:
     Attributes:
         modules: all modules found.
         tensors: all tensors found.
-        generators: the places that hold a `torch.Generator`: (namespace, key).
-        dice: `random.Random` and numpy generators found, with a name each.
+        generators: the places that hold a `torch.Generator`: (namespace, key, name).
     """
 
     def __init__(self, *roots: Any) -> None:
         self.modules: list[torch.nn.Module] = []
         self.tensors: list[torch.Tensor] = []
-        self.generators: list[tuple[Any, Any]] = []
-        self.dice: list[tuple[Any, str]] = []
+        self.generators: list[Place] = []
+        self._dice: list[Source] = []
         self._containers: list[_Container] = []
         self._classes: list[tuple[torch.nn.Module, type, str]] = []
         self._seen: dict[int, Any] = {}
@@ -115,6 +119,11 @@ class PythonState:
             if container.changed():
                 container.put_back()
 
+    def dice(self) -> list[Source]:
+        """Everything found that random numbers can be drawn from: PyTorch's, Python's and numpy's generators."""
+        found = [of_torch(held(place), place[2]) for place in self.generators]
+        return found + self._dice
+
     # -- walking ------------------------------------------------------------------------------------------------------
 
     def _visit(self, value: Any, name: str, depth: int, root: bool = False) -> None:
@@ -134,8 +143,8 @@ class PythonState:
             self._elements(value, name, depth)
         elif isinstance(value, (tuple, frozenset)):
             self._elements(value, name, depth)
-        elif isinstance(value, random.Random) or hasattr(value, "bit_generator"):
-            self.dice.append((value, name))
+        elif isinstance(value, random.Random) or is_numpy(value):
+            self._dice.append(of_python(value, name) if isinstance(value, random.Random) else of_numpy(value, name))
         elif isinstance(value, functools.partial):
             self._visit((value.func, value.args, value.keywords), name, depth, root)
             if root:
@@ -162,13 +171,13 @@ class PythonState:
             if key in skip:
                 continue
             if isinstance(value, torch.Generator):
-                self.generators.append((values, key))
+                self.generators.append((values, key, child.format(key)))
             self._visit(value, child.format(key), depth + 1)
 
     def _elements(self, values: Any, name: str, depth: int) -> None:
         for i, value in enumerate(_first(values)):
             if isinstance(value, torch.Generator):
-                self.generators.append((values, i))
+                self.generators.append((values, i, f"{name}[{i}]"))
             self._visit(value, f"{name}[{i}]", depth + 1)
 
     def _function(self, function: Any, name: str, depth: int) -> None:
@@ -194,13 +203,13 @@ class PythonState:
 
     def _held(self, space: Any, key: Any, value: Any, name: str, depth: int) -> None:
         if isinstance(value, torch.Generator):
-            self.generators.append((space, key))
+            self.generators.append((space, key, name))
         self._visit(value, name, depth + 1)
 
 
-def held(place: tuple[Any, Any]) -> Any:
+def held(place: Place) -> Any:
     """What is at a place of `PythonState.generators` now; None when the place is gone."""
-    space, key = place
+    space, key, _ = place
     try:
         return space.cell_contents if isinstance(space, types.CellType) else space[key]
     except (LookupError, ValueError, TypeError):
