@@ -344,6 +344,11 @@ def another_storage(flat: torch.Tensor) -> torch.UntypedStorage:
     return torch._C._from_dlpack(torch._C._to_dlpack(flat.view(torch.uint8))).untyped_storage()
 
 
+def same_generator(left: torch.Generator, right: torch.Generator) -> bool:
+    """Whether two objects are one generator; an operator that is intercepted gets another object for its own."""
+    return left is right or left._cdata == right._cdata  # type: ignore[attr-defined]
+
+
 def abandon_pool(device: torch.device, handle: tuple[int, int]) -> None:
     """After a failed capture: the allocator no longer routes to this pool, nor counts that capture as a user of it.
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from cadence_fx._torch import same_generator
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Source:
@@ -112,7 +114,7 @@ class Generators:
 
     def knows(self, generator: torch.Generator) -> bool:
         """Whether PyTorch's generator is watched."""
-        return any(source.generator is generator for source, _ in self._saved)
+        return any(s.generator is not None and same_generator(s.generator, generator) for s, _ in self._saved)
 
     def of(self, device: torch.device) -> list[torch.Generator]:
         """PyTorch's generators that launches on this device may draw from."""

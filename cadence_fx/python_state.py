@@ -146,9 +146,8 @@ class PythonState:
         elif isinstance(value, random.Random) or is_numpy(value):
             self._dice.append(of_python(value, name) if isinstance(value, random.Random) else of_numpy(value, name))
         elif isinstance(value, functools.partial):
-            self._visit((value.func, value.args, value.keywords), name, depth, root)
-            if root:
-                self._visit(value.func, name, depth, root=True)
+            self._visit(value.func, name, depth, root)
+            self._visit((value.args, value.keywords), name, depth)
         elif isinstance(value, (types.FunctionType, types.MethodType)):
             if root:
                 self._function(value, name, depth)

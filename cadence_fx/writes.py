@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cadence_fx._torch import TorchDispatchMode
+from cadence_fx._torch import TorchDispatchMode, same_generator
 from cadence_fx.generators import Generators
 from cadence_fx.passes.effects import is_collective, reads_value
 
@@ -47,7 +47,7 @@ class WriteWatcher(TorchDispatchMode):
             self.reads = str(func)
         for i, argument in enumerate(func._schema.arguments):
             value = args[i] if i < len(args) else kwargs.get(argument.name)
-            if isinstance(value, torch.Generator) and all(value is not known for known, _ in self.generators):
+            if isinstance(value, torch.Generator) and not any(same_generator(value, g) for g, _ in self.generators):
                 self.generators.append((value, value.get_state()))
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in value if isinstance(value, (list, tuple)) else [value]:
