@@ -89,7 +89,7 @@ class ReplayTable:
                 return result
             entry = answer
         elif not pointers_equal(args, entry.pointers, entry.plan.fixed):
-            return self._moved(key, entry, args)
+            return self._moved(entry, args)
         if entry.written or entry.copy_back:
             shared = overlap(entry.plan, entry.written, args, self.names)
             if shared is not None:
@@ -128,16 +128,17 @@ class ReplayTable:
     def _needs_grad(self, args: Sequence[Any]) -> bool:
         return any(args[i].requires_grad for i in self._tensors)
 
-    def _moved(self, key: tuple[Any, ...], entry: ReplayClass, args: Sequence[Any]) -> Any:
-        """A tensor bound by pointer is elsewhere now: drop the class and serve this call eager.
+    def _moved(self, entry: ReplayClass, args: Sequence[Any]) -> Any:
+        """A tensor bound by pointer is elsewhere now: drop the classes that have it where it was, serve this call eager.
 
         The next call captures anew, unless the tensor keeps moving: then it is state that nobody declared.
         """
         moved = next(i for i in entry.plan.fixed if args[i].data_ptr() != entry.pointers[i])
         name = self.names[moved]
         self._moves[moved] = self._moves.get(moved, 0) + 1
-        self.ledger.invalidate("address", f"{name} moved")
-        self.drop(key)
+        for key in [key for key, each in self.classes.items() if each.pointers[moved] != args[moved].data_ptr()]:
+            self.ledger.invalidate("address", f"{name} moved")
+            self.drop(key)
         return self._miss(args, Miss("address", f"{name} is not where it was captured"))
 
     def _restless(self) -> Miss | None:
