@@ -129,7 +129,7 @@ class ReplayTable:
         return any(args[i].requires_grad for i in self._tensors)
 
     def _moved(self, entry: ReplayClass, args: Sequence[Any]) -> Any:
-        """A tensor bound by pointer is elsewhere now: drop the classes that have it where it was, serve this call eager.
+        """A tensor bound by pointer is elsewhere now: drop the classes that have the old one; this call runs eager.
 
         The next call captures anew, unless the tensor keeps moving: then it is state that nobody declared.
         """
