@@ -43,6 +43,9 @@ class Lazy(nn.Module):
 class LazyBuffer(nn.Module):
     """Registers a buffer that it also counts in, and draws its contents."""
 
+    noise: Tensor
+    calls: Tensor
+
     def forward(self, x: Tensor) -> Tensor:
         if not hasattr(self, "noise"):
             self.register_buffer("noise", torch.rand(4))
@@ -96,7 +99,7 @@ def test_a_table_that_grows_with_the_size() -> None:
 
 
 def test_lazy_parameters_get_their_shape_from_an_eager_call() -> None:
-    def make() -> nn.Module:
+    def make() -> nn.Sequential:
         torch.manual_seed(0)
         return nn.Sequential(nn.LazyLinear(3), nn.ReLU())
 
@@ -156,6 +159,8 @@ def test_a_call_that_raises_halfway_while_it_is_tried() -> None:
     """It is eager's to raise; what the trial did before is undone, in Python and in memory."""
 
     class Halfway(nn.Module):
+        seen: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.calls = 0
@@ -190,6 +195,8 @@ class LazyStep(Toy):
 
 
 class LazyBufferStep(Toy):
+    table: Tensor
+
     def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
         if "table" not in self._buffers:
             self.register_buffer("table", torch.arange(float(C)) / C)

@@ -32,6 +32,8 @@ GENERATORS = ("own_generator", "given_generator")
 class Module(nn.Module):
     """Runs a list of steps on its argument; every step adds a value, and the last ones are returned."""
 
+    buffer: Tensor
+
     def __init__(self, steps: tuple[Step, ...], returned: int) -> None:
         super().__init__()
         self.steps, self.returned = steps, returned
@@ -69,7 +71,7 @@ class Module(nn.Module):
             "lazy_table": lambda: v + self.lazily(),
             "lazy_buffer": lambda: v + self.registered(),
             "count": lambda: v * self.counted(),
-            "log": lambda: (self.log.append(1), v)[1],
+            "log": lambda: self.logged(v),
             "read": lambda: v * float(w.sum()),
             "branch": lambda: v + 1 if bool(w.sum() > 0) else v - 1,
             "python_random": lambda: v * random.random(),
@@ -87,6 +89,10 @@ class Module(nn.Module):
         if "built" not in self._buffers:
             self.register_buffer("built", torch.arange(4.0))
         return self._buffers["built"]  # type: ignore[return-value]
+
+    def logged(self, v: Tensor) -> Tensor:
+        self.log.append(1)
+        return v
 
     def counted(self) -> int:
         self.count += 1
@@ -168,7 +174,8 @@ def test_compiled_callables(case: Case) -> None:
     contract = cadence_fx.Contract(
         [cadence_fx.Clock("rows", 1, flush=(2, 3))], inputs=[cadence_fx.Input("x", axis=0, clock="rows")]
     )
-    step = torch.compile(live, backend="cadence", options={"contract": contract})
+    options: dict[str, Any] = {"contract": contract}
+    step = torch.compile(live, backend="cadence", options=options)
     with torch.no_grad():
         compare(case, step, live, eager, given=False)
     report = cadence_fx.report(step)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import cadence_fx
+from cadence_fx import recorder
 from cadence_fx.generators import Generators, all_sources, same_state
 from cadence_fx.replay import ExactShapeReplay
 from cadence_fx.retention import KeepLast
@@ -251,16 +252,14 @@ def test_a_callable_that_seeds_itself() -> None:
 
 def test_a_graph_that_draws_nothing_leaves_generators_to_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """What another thread draws while a class is captured must not be undone."""
-    import cadence_fx.capture as capture
-
-    record = capture.record
+    record = recorder.record
 
     def beside(*args: Any) -> Any:
         torch.rand(1)  # as if from another thread
         return record(*args)
 
     replayed = Pair(on_argument(Quiet, 2, kept("cache", 1, 2, KeepLast(6)), (B, 2, C)), warm=False)
-    monkeypatch.setattr(capture, "record", beside)
+    monkeypatch.setattr("cadence_fx.capture.record", beside)
     torch.manual_seed(3)
     replayed.live.restart(0)
     replayed.live.call(replayed.live.inputs(1, {"frames": 2})[0])

@@ -76,7 +76,7 @@ def test_a_change_is_named_and_put_back(name: str) -> None:
 
 
 def test_the_order_of_a_dictionary_is_put_back() -> None:
-    module = Host()
+    module: Any = Host()
     module.order = OrderedDict(a=1, b=2)
     state = PythonState(module)
     del module.order["a"]
@@ -156,7 +156,7 @@ def test_the_object_that_a_method_is_bound_to() -> None:
 
 
 def test_what_is_found_on_the_way() -> None:
-    module = Host()
+    module: Any = Host()
     module.g = torch.Generator()
     module.dice = random.Random(1)
     module.settings.seen.append(torch.Generator())
@@ -171,7 +171,7 @@ def test_what_is_found_on_the_way() -> None:
 
 
 def test_cycles_and_foreign_objects_end_the_walk() -> None:
-    module = Host()
+    module: Any = Host()
     object.__setattr__(module, "parent", module)
     module.tables["self"] = module.tables
     module.thread = random
