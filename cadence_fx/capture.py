@@ -17,12 +17,14 @@ import torch
 
 from cadence_fx import certify
 from cadence_fx.bytesops import bytes_equal
+from cadence_fx.culprit import find_culprit
 from cadence_fx.layout import is_expanded, same_geometry_copy
 from cadence_fx.ledger import Ledger, log
 from cadence_fx.outputs import OutputRule, derive_rules, unusual
 from cadence_fx.plan import Miss, Plan, RegionUse, destinations
 from cadence_fx.recorder import Recording, record
 from cadence_fx.signature import ALIGNMENT
+from cadence_fx.trials import Trials
 from cadence_fx.writes import WriteWatcher
 
 
@@ -148,9 +150,11 @@ def capture(
         snapshot.restore()
         unstable = reference.differs_from(again)
         if unstable is not None:
-            what = f"{unstable} differs between two eager runs on the same input"
+            culprit = find_culprit(lambda: plan.reference(*static_args), snapshot.restore)
+            what = f"{unstable} differs between two eager runs on the same input; {culprit or 'no operator was caught'}"
             return Miss("not_reproducible", f"{plan.label}: {what}", lasting=True)
-        recording = _record_certified(plan, static_args, reference, snapshot, device, ledger)
+        trials = Trials(plan, static_args, names, snapshot)
+        recording = _record_certified(plan, static_args, reference, trials, snapshot, device, ledger)
     finally:
         snapshot.restore()
     if recording is None:
@@ -190,6 +194,7 @@ def _record_certified(
     plan: Plan,
     static_args: list[Any],
     reference: certify.Outcome,
+    trials: Trials,
     snapshot: certify.Snapshot,
     device: torch.device,
     ledger: Ledger,
@@ -201,7 +206,7 @@ def _record_certified(
         snapshot.restore()
         outcome = certify.run_recording(plan, static_args, recording)
         snapshot.restore()
-        wrong = outcome.differs_from(reference)
+        wrong = outcome.differs_from(reference) or trials.differs(recording)
         if wrong is None:
             plan.notes.append(f"admitted: {name}")
             return recording

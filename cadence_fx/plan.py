@@ -77,6 +77,7 @@ class Plan:
             then the generators are watched while it runs.
         watched: tensors that are no arguments and that the computation might write.
         beside: of those, and of memory reached through them, what it was seen to write.
+        compared: inputs on which the certificate has compared the class with eager; 0 before it.
         fingerprint: of the computation, with arguments by name: equal ones compute the same thing.
     """
 
@@ -89,6 +90,7 @@ class Plan:
     written: list[int] = dataclasses.field(default_factory=list)
     regions: list[RegionUse] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
+    compared: int = 0
     fingerprint: str | None = None
     draws: bool | None = None
     watched: list[torch.Tensor] = dataclasses.field(default_factory=list)
