@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from cadence_fx import certify
+from cadence_fx.culprit import find_culprit
 from cadence_fx.effects import Effects, Probed, probe
 from cadence_fx.layout import is_expanded, same_geometry_copy
 from cadence_fx.ledger import Ledger, log
@@ -23,6 +24,7 @@ from cadence_fx.outputs import OutputRule
 from cadence_fx.plan import Miss, Plan, RegionUse, destinations
 from cadence_fx.recorder import Recording, record
 from cadence_fx.signature import ALIGNMENT
+from cadence_fx.trials import Trials
 
 
 @dataclasses.dataclass(slots=True)
@@ -110,7 +112,8 @@ def capture(
         reference = _baseline(plan, static_args, args, names, snapshot, probed)
         if isinstance(reference, Miss):
             return reference
-        recording = _record_certified(plan, static_args, reference, snapshot, device, ledger)
+        trials = Trials(plan, static_args, names, snapshot)
+        recording = _record_certified(plan, static_args, reference, trials, snapshot, device, ledger)
     finally:
         snapshot.restore()
     if recording is None:
@@ -167,7 +170,8 @@ def _baseline(
     snapshot.restore()
     unstable = reference.differs_from(again)
     if unstable is not None:
-        what = f"{unstable} differs between two eager runs on the same input"
+        culprit = find_culprit(lambda: plan.reference(*static_args), snapshot.restore)
+        what = f"{unstable} differs between two eager runs on the same input; {culprit or 'no operator was caught'}"
         return Miss("not_reproducible", f"{plan.label}: {what}", lasting=True)
     return reference
 
@@ -176,6 +180,7 @@ def _record_certified(
     plan: Plan,
     static_args: list[Any],
     reference: certify.Outcome,
+    trials: Trials,
     snapshot: certify.Snapshot,
     device: torch.device,
     ledger: Ledger,
@@ -192,7 +197,7 @@ def _record_certified(
             recording.close()
             raise
         snapshot.restore()
-        wrong = outcome.differs_from(reference)
+        wrong = outcome.differs_from(reference) or trials.differs(recording)
         if wrong is None:
             plan.notes.append(f"admitted: {name}")
             return recording

@@ -78,6 +78,7 @@ class Plan:
         generators: generators among the arguments.
         owner: the plain callable, whose objects may be rebound while it runs; None for a graph.
         beside: memory that is no argument and that the computation was seen to write.
+        compared: inputs on which the certificate has compared the class with eager; 0 before it.
         fingerprint: of the computation, with arguments by name: equal ones compute the same thing.
     """
 
@@ -90,6 +91,7 @@ class Plan:
     written: list[int] = dataclasses.field(default_factory=list)
     regions: list[RegionUse] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
+    compared: int = 0
     fingerprint: str | None = None
     draws: bool | None = None
     generators: list[torch.Generator] = dataclasses.field(default_factory=list)

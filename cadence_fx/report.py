@@ -116,6 +116,7 @@ def _class_facts(classes: list[ReplayClass], refused: Sequence[Miss]) -> dict[st
                 "capture_seconds": round(c.capture_seconds, 3),
                 "staging_bytes": c.staging_bytes,
                 "pool_bytes": c.recording.nbytes,
+                "compared_inputs": c.plan.compared,
                 "notes": list(c.plan.notes),
             }
             for c in classes
@@ -163,6 +164,10 @@ def _size(count: int) -> str:
     return f"{count} B"
 
 
+def _inputs(count: int) -> str:
+    return "1 input" if count == 1 else f"{count} inputs"
+
+
 def _text(facts: dict[str, Any]) -> str:
     lines = [
         f"{facts['name']}: {facts['classes']} classes"
@@ -198,6 +203,10 @@ def _text(facts: dict[str, Any]) -> str:
         for c in facts["class_table"]
     ]
     lines += aligned(rows, indent="  ")
+    compared = Counter(c["compared_inputs"] for c in facts["class_table"])
+    if compared:
+        each = ", ".join(f"{classes} on {_inputs(inputs)}" for inputs, classes in sorted(compared.items()))
+        lines.append(f"  classes compared with eager: {each}")
     if facts.get("retention"):
         proved = sum(verdict == "proved" for verdict in facts["retention"].values())
         lines.append(f"  retention: {proved} of {len(facts['retention'])} proved")
