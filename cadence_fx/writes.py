@@ -18,8 +18,11 @@ from cadence_fx.generators import Generators
 from cadence_fx.passes.effects import is_collective, reads_value
 
 
-class Stopped(Exception):
-    """The run was ended before an operator whose effect could not be undone; the message names the operator."""
+class Stopped(BaseException):
+    """The run was ended before an operator whose effect could not be undone; the message names the operator.
+
+    No `Exception`, so that code which catches those does not go on after it.
+    """
 
 
 class WriteWatcher(TorchDispatchMode):

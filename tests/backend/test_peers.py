@@ -41,6 +41,15 @@ def test_A1_state_fed_back_without_clones(marked: bool) -> None:
     assert pair.missed() == Counter()
 
 
+def test_A2_an_output_kept_through_a_conversion_that_does_nothing() -> None:
+    """pytorch#148439: `.to()` of the same dtype is the same memory, and the next replay must not write it."""
+    pair = Pair(BY_NAME["AppendLast"])
+    held = [(y.to(y.dtype), y.detach().clone()) for y in (pair.call() for _ in range(8))]
+    for i, (found, expected) in enumerate(held):
+        assert_same(found, expected, f"output {i}, read at the end")
+    assert pair.missed() == Counter()
+
+
 class OutputsAreViewsOfState(Toy):
     def forward(self, x: Tensor, cache: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         new = torch.cat([cache, self.attend(x, cache)], 1)[:, -9:]

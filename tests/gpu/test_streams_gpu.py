@@ -97,6 +97,16 @@ def test_a_consumer_on_another_stream_reads_what_it_was_given() -> None:
             assert_same(found, expected, f"output {i}")
 
 
+def test_an_output_kept_through_a_conversion_that_does_nothing() -> None:
+    """A2: `.to()` of the same dtype is the same memory, and the next replay must not write it."""
+    replay = cadence_fx.ExactShapeReplay(lambda x: x * 2)
+    inputs = [torch.randn(8, device=DEVICE) for _ in range(4)]
+    held = [(y := replay(x)).to(y.dtype) for x in inputs]
+    for x, found in zip(inputs, held, strict=True):
+        assert_same(found, x * 2, "kept output")
+    assert replay.ledger.replays == 4
+
+
 def test_warm_up_beside_another_threads_cuda_work() -> None:
     """D37: copies and pinned memory in another thread do not invalidate a capture."""
     stop = threading.Event()
