@@ -346,6 +346,25 @@ def another_storage(flat: torch.Tensor) -> torch.UntypedStorage:
     return torch._C._from_dlpack(torch._C._to_dlpack(flat.view(torch.uint8))).untyped_storage()
 
 
+def same_generator(left: torch.Generator, right: torch.Generator) -> bool:
+    """Whether two objects are one generator; an operator that is intercepted gets another object for its own."""
+    return left is right or left._cdata == right._cdata  # type: ignore[attr-defined]
+
+
+def abandon_pool(device: torch.device, handle: tuple[int, int]) -> None:
+    """After a failed capture: the allocator no longer routes to this pool, nor counts that capture as a user of it.
+
+    A capture that ended, or never began, has closed the pool itself; PyTorch then says that nothing is recorded to it,
+    and its own count is right.
+    """
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    try:
+        torch._C._cuda_endAllocateToPool(index, handle)
+    except RuntimeError:
+        return
+    torch._C._cuda_releasePool(index, handle)
+
+
 # -- ambient state ----------------------------------------------------------------------------------------------------
 
 

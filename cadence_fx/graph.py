@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from cadence_fx.layout import Layout, in_layout, is_channels_last, layout_of
 from cadence_fx.ledger import log
 from cadence_fx.pairing import Pairing, extents
 from cadence_fx.passes import PassContext, RegionSlot, default_passes, run_passes
+from cadence_fx.passes.effects import all_known, draws
 from cadence_fx.passes.graphs import GraphFacts, output_node
 from cadence_fx.passes.graphs import location as _location
 from cadence_fx.passes.layout import give_layout, reads_layout
@@ -224,8 +224,7 @@ class GraphPlanner:
         try:
             rewritten = run_passes(aten, context, default_passes())
             plan.runs.append(("rewritten in place", rewritten.forward))
-            # The last pass has refused every operator that is tagged as drawing.
-            plan.draws = False if _all_known(aten.graph) else None
+            plan.draws = any(map(draws, aten.graph.nodes)) if all_known(aten.graph) else None
         except PassFailed as error:
             log.warning("%s: %s", program.ledger.name, error)
             plan.notes.append(str(error))
@@ -366,12 +365,6 @@ def _hopeless(binding: Binding) -> Miss | None:
                 "host_random", f"{entry.accessor or entry.name} is drawn from Python's random module on the host"
             )
     return None
-
-
-def _all_known(graph: fx.Graph) -> bool:
-    """Whether every operator is PyTorch's own, so that its tags tell whether it draws."""
-    calls = [node.target for node in graph.nodes if node.op == "call_function"]
-    return all(target is operator.getitem or getattr(target, "namespace", "") in ("aten", "prims") for target in calls)
 
 
 def key_of(plan: Plan, signature: dict[str, tuple[Any, ...]]) -> Any:

@@ -213,10 +213,11 @@ class Program:
                 entry.replays = 0
 
     def unseal(self) -> None:
-        """A further warm-up (another mode, say) may capture."""
+        """A further warm-up (another mode, say) may capture, also what the last one had no memory for."""
         self.sealed = False
         for _, table in self.graphs:
             table.sealed = False
+            table.retry()
 
     def close(self) -> None:
         """Give up every class and every carry."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cadence_fx._table import aligned
 from cadence_fx.capture import ReplayClass
+from cadence_fx.effects import DEVICE_RANDOM, PURE, REFUSED
 from cadence_fx.graph import GraphPlanner
 from cadence_fx.lookup import program_of
+from cadence_fx.plan import Miss
 from cadence_fx.program import Program
 from cadence_fx.replay import ExactShapeReplay
 
@@ -50,7 +52,7 @@ def report(compiled: Any) -> Report:
         return Report(
             _counts(compiled.ledger)
             | {"name": compiled.name, "classes": len(compiled.classes)}
-            | _class_facts(compiled.classes)
+            | _class_facts(compiled.classes, compiled.refused)
         )
     program = program_of(compiled, "report")
     classes = _distinct(c for _, table in program.graphs for c in table.classes.values())
@@ -69,7 +71,9 @@ def report(compiled: Any) -> Report:
         },
         "bytes": _bytes(program, classes),
     }
-    return Report(facts | _class_facts(classes))
+    return Report(
+        facts | _class_facts(classes, [miss for _, table in program.graphs for miss in table.refused.values()])
+    )
 
 
 def _distinct(entries: Iterable[ReplayClass]) -> list[ReplayClass]:
@@ -98,11 +102,16 @@ def _counts(ledger: Any) -> dict[str, Any]:
     }
 
 
-def _class_facts(classes: list[ReplayClass]) -> dict[str, Any]:
+def _class_facts(classes: list[ReplayClass], refused: Sequence[Miss]) -> dict[str, Any]:
+    verdicts = Counter(c.effects.verdict for c in classes) + Counter({REFUSED: len(refused)})
     return {
+        "effects": {verdict: verdicts[verdict] for verdict in (PURE, DEVICE_RANDOM, REFUSED)},
+        "refused_classes": [{"effects": REFUSED, "reason": m.reason, "detail": m.detail} for m in refused],
         "class_table": [
             {
                 "class": c.plan.label,
+                "effects": c.effects.verdict,
+                "draws": list(c.effects.draws),
                 "replays": c.replays,
                 "capture_seconds": round(c.capture_seconds, 3),
                 "staging_bytes": c.staging_bytes,
@@ -111,7 +120,7 @@ def _class_facts(classes: list[ReplayClass]) -> dict[str, Any]:
                 "notes": list(c.plan.notes),
             }
             for c in classes
-        ]
+        ],
     }
 
 
@@ -178,10 +187,12 @@ def _text(facts: dict[str, Any]) -> str:
         lines.append(f"  bytes: {figures}")
     if facts["latency_us"]:
         lines.append("  host time of a call (us): " + ", ".join(f"{k} {v:.1f}" for k, v in facts["latency_us"].items()))
-    rows = [("class", "replays", "capture s", "staging", "pool")]
+    lines.append("  classes: " + ", ".join(f"{count} {verdict}" for verdict, count in facts["effects"].items()))
+    rows = [("class", "effects", "replays", "capture s", "staging", "pool")]
     rows += [
         (
             c["class"],
+            c["effects"],
             str(c["replays"]),
             f"{c['capture_seconds']:.2f}",
             _size(c["staging_bytes"]),

@@ -49,7 +49,7 @@ class Trials:
         try:
             for kind, expected in self._expected:
                 self._vary(kind)
-                wrong = certify.run_recording(self._plan, self._args, recording).differs_from(expected)
+                wrong = certify.run_recording(self._plan, self._args, recording, self._snapshot).differs_from(expected)
                 if wrong is not None:
                     return f"{wrong} on {_KINDS[kind][0]}"
         finally:
@@ -85,7 +85,9 @@ class Trials:
         try:
             for _ in range(2):
                 self._vary(kind)
-                outcomes.append(certify.run_reference(self._plan, self._args)[1])
+                outcomes.append(certify.run_reference(self._plan, self._args, self._snapshot)[1])
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             problem: str | None = f"eager raises {type(error).__name__}"
         else:

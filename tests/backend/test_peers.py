@@ -281,27 +281,6 @@ def test_B27_no_recompile_limit() -> None:
     assert pair.missed() == Counter()
 
 
-class Noisy(Toy):
-    def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
-        x = x + torch.rand_like(x)
-        return self.attend(x, cache), torch.cat([cache, self.key(x)], 1)[:, -6:]
-
-
-def test_D40_nothing_could_be_captured() -> None:
-    """sglang-omni#798: with no class captured the callable is a direct call, and says so."""
-    pair = Pair(on_argument(Noisy, 2, kept("cache", 1, 2, KeepLast(6)), (B, 2, C)))
-    assert pair.before["captures"] == 0
-    for i in range(12):
-        x = pair.eager.inputs(i, {"frames": 2})[0]
-        torch.manual_seed(i)
-        expected = pair.eager.call(x)
-        torch.manual_seed(i)
-        assert_same(pair.live.call(x), expected, f"call {i}")
-        pair.check_state()
-    assert pair.since("replays") == 0
-    assert pair.missed() == Counter({"draws_random": 12})
-
-
 def test_D43_a_refusal_names_the_argument_and_the_line() -> None:
     """pytorch#117281: a message that names no input and no line helps nobody."""
 
