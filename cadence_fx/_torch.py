@@ -365,6 +365,29 @@ def abandon_pool(device: torch.device, handle: tuple[int, int]) -> None:
     torch._C._cuda_releasePool(index, handle)
 
 
+def current_raw_stream(device: torch.device) -> Callable[[], int]:
+    """A quick reading of the handle of the stream that is current on a CUDA device in the calling thread."""
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return functools.partial(torch._C._cuda_getCurrentRawStream, index)
+
+
+@contextlib.contextmanager
+def uncached_casts() -> Iterator[None]:
+    """Autocast casts each weight anew inside, and no cast made before or inside is used after it.
+
+    What a capture casts lives in its pool and is computed by a launch only; what was cast before it is freed when the
+    user's autocast context ends. Neither may be handed across the boundary.
+    """
+    enabled = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+        torch.clear_autocast_cache()
+
+
 # -- ambient state ----------------------------------------------------------------------------------------------------
 
 
@@ -422,6 +445,7 @@ def _readers(device_type: str) -> dict[str, Callable[[], Any]]:
         }
     if device_type == "cuda":
         found |= {
+            "stream capture": torch.cuda.is_current_stream_capturing if torch.backends.cuda.is_built() else None,
             "cuDNN": c._get_cudnn_enabled,
             "cuDNN benchmark": c._get_cudnn_benchmark,
             "cuDNN benchmark limit": getattr(c, "_cuda_get_cudnn_benchmark_limit", None),
