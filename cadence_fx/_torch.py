@@ -372,6 +372,20 @@ def current_raw_stream(device: torch.device) -> Callable[[], int]:
 
 
 @contextlib.contextmanager
+def own_workspaces() -> Iterator[None]:
+    """What cuBLAS needs inside a capture is allocated inside it, and used by no eager call afterwards.
+
+    Its workspaces are kept per stream and can be cleared by anybody (Inductor does before its own captures): a
+    recording that had been captured with one from outside would go on writing to memory that has another owner by then.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+@contextlib.contextmanager
 def uncached_casts() -> Iterator[None]:
     """Autocast casts each weight anew inside, and no cast made before or inside is used after it.
 

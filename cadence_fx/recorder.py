@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from cadence_fx._torch import abandon_pool, uncached_casts
+from cadence_fx._torch import abandon_pool, own_workspaces, uncached_casts
 from cadence_fx.generators import default_generator
 from cadence_fx.ledger import log
 from cadence_fx.locks import new_lock
@@ -169,7 +169,7 @@ class DevicePool:
         for generator in self._registered(generators):
             graph.register_generator_state(generator)
         capture = torch.cuda.graph(graph, pool=self.handle, stream=self.stream, capture_error_mode="thread_local")
-        with uncached_casts(), _no_collection(), capture:
+        with uncached_casts(), own_workspaces(), _no_collection(), capture:
             return run()
 
     def _registered(self, generators: Sequence[torch.Generator]) -> list[torch.Generator]:
@@ -227,8 +227,8 @@ def _no_collection() -> Iterator[None]:
 def record(run: Run, device: torch.device, generators: Sequence[torch.Generator] = ()) -> Recording:
     """Record one execution of `run`, which reads and writes static tensors only.
 
-    On a GPU `run` executes twice before it is captured, on the capture stream (library handles, workspaces and plans
-    must exist before, outside the pool), so the caller restores whatever it mutates. The capture is in thread-local
+    On a GPU `run` executes twice before it is captured, on the capture stream (library handles and plans must exist
+    before), so the caller restores whatever it mutates. The capture is in thread-local
     error mode: another thread's CUDA work does not invalidate it.
 
     Args:
