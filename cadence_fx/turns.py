@@ -42,8 +42,12 @@ class _DeviceTurn:
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        if self._current() != self._raw:
-            self._follow()
+        try:
+            if self._current() != self._raw:
+                self._follow()
+        except BaseException:
+            self._lock.release()
+            raise
 
     def __exit__(self, *exc: object) -> None:
         self._lock.release()
