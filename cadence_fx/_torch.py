@@ -374,6 +374,43 @@ def abandon_pool(device: torch.device, handle: tuple[int, int]) -> None:
     torch._C._cuda_releasePool(index, handle)
 
 
+def current_raw_stream(device: torch.device) -> Callable[[], int]:
+    """A quick reading of the handle of the stream that is current on a CUDA device in the calling thread."""
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return functools.partial(torch._C._cuda_getCurrentRawStream, index)
+
+
+@contextlib.contextmanager
+def own_workspaces() -> Iterator[None]:
+    """What cuBLAS needs inside a capture is allocated inside it, and used by no eager call afterwards.
+
+    Its workspaces are kept per stream and can be cleared by anybody (Inductor does before its own captures): a
+    recording that had been captured with one from outside would go on writing to memory that has another owner by then.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+@contextlib.contextmanager
+def uncached_casts() -> Iterator[None]:
+    """Autocast casts each weight anew inside, and no cast made before or inside is used after it.
+
+    What a capture casts lives in its pool and is computed by a launch only; what was cast before it is freed when the
+    user's autocast context ends. Neither may be handed across the boundary.
+    """
+    enabled = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+        torch.clear_autocast_cache()
+
+
 # -- ambient state ----------------------------------------------------------------------------------------------------
 
 
@@ -431,6 +468,7 @@ def _readers(device_type: str) -> dict[str, Callable[[], Any]]:
         }
     if device_type == "cuda":
         found |= {
+            "stream capture": torch.cuda.is_current_stream_capturing if torch.backends.cuda.is_built() else None,
             "cuDNN": c._get_cudnn_enabled,
             "cuDNN benchmark": c._get_cudnn_benchmark,
             "cuDNN benchmark limit": getattr(c, "_cuda_get_cudnn_benchmark_limit", None),

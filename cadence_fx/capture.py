@@ -58,8 +58,10 @@ class ReplayClass:
     replays: int = 0
 
 
-def unfit(plan: Plan, args: Sequence[Any], names: Sequence[str]) -> Miss | None:
+def unfit(plan: Plan, args: Sequence[Any], names: Sequence[str], device: torch.device) -> Miss | None:
     """Why these arguments cannot be bound or staged, if they cannot."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return Miss("mode", "stream capture not as it was when classes were captured: a capture is going on already")
     for i in plan.staged:
         if args[i].data_ptr() % ALIGNMENT:
             return Miss("alignment", f"{names[i]} does not start at a multiple of {ALIGNMENT} bytes")
@@ -193,11 +195,11 @@ def _record_certified(
         try:
             snapshot.restore()
             outcome = certify.run_recording(plan, static_args, recording, snapshot)
+            snapshot.restore()
+            wrong = outcome.differs_from(reference) or trials.differs(recording)
         except BaseException:
             recording.close()
             raise
-        snapshot.restore()
-        wrong = outcome.differs_from(reference) or trials.differs(recording)
         if wrong is None:
             plan.notes.append(f"admitted: {name}")
             return recording

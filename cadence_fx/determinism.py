@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Iterator
 
 import torch
 
 from cadence_fx._torch import Determinism, inductor_deterministic
 from cadence_fx.errors import SetTooLate
+from cadence_fx.locks import new_lock
 
 VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 # The two settings with which cuBLAS repeats its results; the first one gives it enough memory to be fast.
 REPEATABLE = (":4096:8", ":16:8")
 
-_lock = threading.Lock()
+_lock = new_lock()
 _inside: list[_Entry] = []
 
 

@@ -8,16 +8,18 @@ per device.
 from __future__ import annotations
 
 import contextlib
-import threading
+import gc
+import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from cadence_fx._torch import abandon_pool
+from cadence_fx._torch import abandon_pool, own_workspaces, uncached_casts
 from cadence_fx.generators import default_generator
 from cadence_fx.ledger import log
+from cadence_fx.locks import new_lock
 
 Run = Callable[[], Sequence[Any]]
 
@@ -81,6 +83,15 @@ class CudaRecording:
             self._graph.reset()
             self._pool.live.discard(self)
 
+    def abandon(self) -> None:
+        """Never launch again, and leave alone what belongs to a CUDA context that this process does not have."""
+        self.closed = True
+        self._outputs = ()
+        _abandoned.append((self._graph, self._replay))
+
+
+_abandoned: list[Any] = []
+
 
 class DevicePool:
     """Capture stream, private memory pool and lock of one CUDA device; all classes on the device share them.
@@ -91,14 +102,14 @@ class DevicePool:
     """
 
     _pools: dict[torch.device, DevicePool] = {}
-    _guard = threading.Lock()
+    _guard = new_lock()
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         with torch.cuda.device(device):
             self.stream = torch.cuda.Stream(device)
             self.handle = torch.cuda.graph_pool_handle()
-        self.lock = threading.RLock()
+        self.lock = new_lock()
         self.live: weakref.WeakSet[CudaRecording] = weakref.WeakSet()
 
     def reserved_bytes(self) -> int:
@@ -127,7 +138,8 @@ class DevicePool:
         current = torch.cuda.current_stream(self.device)
         # The outer context puts the stream back where a capture that fails leaves its own current.
         with self.lock, torch.cuda.device(self.device), torch.cuda.stream(current):
-            self._warm(run, current)
+            with uncached_casts():
+                self._warm(run, current)
             if not self.live:
                 self.handle = torch.cuda.graph_pool_handle()
             before = self.reserved_bytes()
@@ -156,7 +168,8 @@ class DevicePool:
     def _capture(self, graph: torch.cuda.CUDAGraph, run: Run, generators: Sequence[torch.Generator]) -> Sequence[Any]:
         for generator in self._registered(generators):
             graph.register_generator_state(generator)
-        with torch.cuda.graph(graph, pool=self.handle, stream=self.stream, capture_error_mode="thread_local"):
+        capture = torch.cuda.graph(graph, pool=self.handle, stream=self.stream, capture_error_mode="thread_local")
+        with uncached_casts(), own_workspaces(), _no_collection(), capture:
             return run()
 
     def _registered(self, generators: Sequence[torch.Generator]) -> list[torch.Generator]:
@@ -199,11 +212,23 @@ class DevicePool:
         graph.reset()
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without automatic garbage collection: what it finalises may call CUDA, which a capture does not survive."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def record(run: Run, device: torch.device, generators: Sequence[torch.Generator] = ()) -> Recording:
     """Record one execution of `run`, which reads and writes static tensors only.
 
-    On a GPU `run` executes twice before it is captured, on the capture stream (library handles, workspaces and plans
-    must exist before, outside the pool), so the caller restores whatever it mutates. The capture is in thread-local
+    On a GPU `run` executes twice before it is captured, on the capture stream (library handles and plans must exist
+    before), so the caller restores whatever it mutates. The capture is in thread-local
     error mode: another thread's CUDA work does not invalidate it.
 
     Args:
@@ -222,3 +247,14 @@ def give_back(device: torch.device) -> None:
     """After a capture that failed: what its tensors held can be used by everybody. Called once they are gone."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def _forget_in_child() -> None:
+    """A forked child has no CUDA context: its calls are not launches, and eager says what is wrong with them."""
+    for pool in DevicePool._pools.values():
+        for recording in list(pool.live):
+            recording.abandon()
+    DevicePool._pools.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

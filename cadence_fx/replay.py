@@ -10,7 +10,6 @@ states and graphs of its own (`graph.GraphPlanner`).
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from cadence_fx._torch import tree_flatten, tree_unflatten
 from cadence_fx.capture import ReplayClass
 from cadence_fx.ledger import Ledger
+from cadence_fx.locks import new_lock
 from cadence_fx.plan import Miss, Plan
 from cadence_fx.python_state import Place, PythonState, held
 from cadence_fx.table import ReplayTable
@@ -119,7 +119,7 @@ class ExactShapeReplay:
         self._aliased = {id(t): t for t in aliased}
         self._max_classes = max_classes
         self._tables: dict[Any, ReplayTable] = {}
-        self._lock = threading.RLock()
+        self._lock = new_lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))

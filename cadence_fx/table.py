@@ -20,6 +20,7 @@ from cadence_fx.plan import WATCHED, Miss, Plan, Planner
 from cadence_fx.recorder import give_back
 from cadence_fx.signature import Unkeyable, call_key
 from cadence_fx.switch import is_off
+from cadence_fx.turns import turn_on
 
 # Invalidations by one argument after which a table stops capturing: it is unlikely to be the last.
 _RESTLESS = 3
@@ -60,6 +61,7 @@ class ReplayTable:
         self._begun: set[tuple[Any, ...]] = set()
         self.sealed = False
         self._lock = lock
+        self._turn = turn_on(device, lock)
         self._moves: dict[int, int] = {}
         self._tensors = sorted([*self.regions, *self.staged, *self.fixed])
 
@@ -67,7 +69,7 @@ class ReplayTable:
 
     def __call__(self, args: Sequence[Any]) -> Any:
         start = time.perf_counter_ns()
-        with self._lock:
+        with self._turn, self._lock:
             result = self._call(args)
         self.ledger.latencies_us.append((time.perf_counter_ns() - start) / 1e3)
         return result
@@ -183,7 +185,7 @@ class ReplayTable:
                 "too_many_classes",
                 f"the table holds its limit of {self.max_classes} classes; raise Contract.max_classes to allow more",
             )
-        problem = unfit(plan, args, self.names)
+        problem = unfit(plan, args, self.names, self.device)
         if problem is not None:
             return problem
         twin: ReplayClass | None = self.planner.twin(plan, args, key)

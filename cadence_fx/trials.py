@@ -86,6 +86,8 @@ class Trials:
             for _ in range(2):
                 self._vary(kind)
                 outcomes.append(certify.run_reference(self._plan, self._args, self._snapshot)[1])
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             problem: str | None = f"eager raises {type(error).__name__}"
         else:

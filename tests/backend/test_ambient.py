@@ -87,7 +87,7 @@ CUDA: dict[str, Callable[[], Switch]] = {
 }
 # They have no second value on every machine: a library that is not built in, arithmetic that a processor lacks.
 ELSEWHERE = {"cuDNN benchmark limit", "cuDNN depthwise kernel", "BLAS library", "linalg library", "FlashAttention 3"}
-ELSEWHERE |= {"grouped GEMM", "dispatch modes", "device"}
+ELSEWHERE |= {"grouped GEMM", "dispatch modes", "stream capture", "device"}
 OF_MACHINES = {"cpu": ELSEWHERE | {"fp16 reduced precision"}, "cuda": ELSEWHERE}
 
 
