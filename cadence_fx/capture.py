@@ -22,6 +22,7 @@ from cadence_fx.layout import is_expanded, same_geometry_copy
 from cadence_fx.ledger import Ledger, log
 from cadence_fx.outputs import OutputRule
 from cadence_fx.plan import Miss, Plan, RegionUse, destinations
+from cadence_fx.reached import Reached
 from cadence_fx.recorder import Recording, record
 from cadence_fx.signature import ALIGNMENT
 from cadence_fx.trials import Trials
@@ -37,7 +38,7 @@ class ReplayClass:
         copy_back: staged arguments that the code writes: their buffers are copied back after a launch.
         effects: the verdict under which it was admitted.
         returned: the states that leave the call as they came.
-        kept: tensors that a plain callable reached by itself: the recording reads them where they were.
+        reached: what a plain callable found in Python objects; None for a graph.
         fragile: a launch can raise halfway (on the host), with a state already written in place.
         written: storage addresses of what the code writes in place and no call may bring under another name.
     """
@@ -54,7 +55,7 @@ class ReplayClass:
     fragile: bool
     effects: Effects
     returned: list[RegionUse]
-    kept: list[torch.Tensor]
+    reached: Reached | None
     replays: int = 0
 
 
@@ -134,7 +135,7 @@ def capture(
         fragile=not recording.static_outputs and any(use.output is None for use in plan.regions),
         effects=probed.effects,
         returned=[use for use in plan.regions if use.returned],
-        kept=snapshot.python.tensors if snapshot.python is not None else [],
+        reached=Reached(snapshot.python, plan.frozen) if snapshot.python is not None else None,
     )
 
 

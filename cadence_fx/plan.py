@@ -77,6 +77,7 @@ class Plan:
             is known, and then every source of randomness is watched while it runs.
         generators: generators among the arguments.
         owner: the plain callable, whose objects may be rebound while it runs; None for a graph.
+        frozen: the user vouches that nobody rebinds them between calls.
         beside: memory that is no argument and that the computation was seen to write.
         compared: inputs on which the certificate has compared the class with eager; 0 before it.
         fingerprint: of the computation, with arguments by name: equal ones compute the same thing.
@@ -96,6 +97,7 @@ class Plan:
     draws: bool | None = None
     generators: list[torch.Generator] = dataclasses.field(default_factory=list)
     owner: Any = None
+    frozen: bool = False
     beside: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
     def predicted_bytes(self, args: Sequence[Any]) -> int:

@@ -94,8 +94,8 @@ def test_a_table_that_grows_with_the_size() -> None:
         x = torch.ones(size)
         assert_same(replay(x), eager(x), f"size {size}")
         assert module.table.numel() == eager.table.numel()
-    assert dict(replay.ledger.misses) == {"initialises": 2} and len(replay.classes) == 2
-    assert all(any(t.numel() == n for t in c.kept) for c, n in zip(replay.classes, (3, 5), strict=True))
+    # The class of the smaller size has the earlier table: another object, whatever is in it.
+    assert dict(replay.ledger.misses) == {"initialises": 2, "rebound": 1} and len(replay.classes) == 2
 
 
 def test_lazy_parameters_get_their_shape_from_an_eager_call() -> None:
