@@ -1,8 +1,8 @@
 """Builds the released Token2Wav decoders with random weights, for tests and benchmarks.
 
-Two packages publish one: `stepaudio2-minicpmo` 0.1.1 and `minicpmo-utils` 1.0.7, whose streaming vocoder is another. All
-code that runs is the vendor's; only constructors that read checkpoint files are stepped around (see `packages` for
-how the two are imported side by side).
+Two packages publish one: `stepaudio2-minicpmo` 0.1.1 and `minicpmo-utils` 1.0.7, whose streaming vocoder is another.
+All code that runs is the vendor's; only constructors that read checkpoint files are stepped around (see `packages`
+for how the two are imported side by side).
 """
 
 from bench.vendor.modules import build_causal_vocoder, build_flow, build_vocoder
