@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from cadence_fx.adapters.token2wav_bounded import BoundedBinding, BoundedStep, FinalStep
 from cadence_fx.adapters.token2wav_geometry import FLUSH_TOKENS, Geometry, Reach
 from cadence_fx.adapters.token2wav_steps import ConformerStep, FlowStep, Workspaces
-from cadence_fx.adapters.token2wav_vocoder import VocoderBinding, VocoderStep
+from cadence_fx.adapters.token2wav_vocoder import Compile, VocoderBinding, VocoderStep
 from cadence_fx.contract import Contract
 from cadence_fx.errors import ContractError
 
@@ -107,7 +107,8 @@ class Token2WavStream:
         }
         self.eager_calls: Counter[str] = Counter()
         binding = BoundedBinding if self._bounded else VocoderBinding
-        self.vocoder: Any = binding(token2wav, self.geometry, compiled, self.eager_calls)
+        # Thousands of convolutions' sizes as symbols take minutes to trace, and there are few of them.
+        self.vocoder: Any = binding(token2wav, self.geometry, _compiler(backend, dynamic=False), self.eager_calls)
         self._workspaces = Workspaces(self.plain_flow)
         self._primed: State = {}
         self._restore: Callable[..., State] | None = None
@@ -251,14 +252,14 @@ class Token2WavStream:
         return mel, dict(zip(self.STATE, (cnn, tokens, frames, solver_cnn, solver_att), strict=True))
 
 
-def _compiler(backend: str | Callable[..., Any] | None) -> Callable[[nn.Module, Contract], Callable[..., Any]]:
+def _compiler(backend: str | Callable[..., Any] | None, dynamic: bool | None = None) -> Compile:
     """What makes a callable of a step and its contract: `torch.compile` with the backend, or nothing at all."""
 
     def compiled(step: nn.Module, contract: Contract) -> Callable[..., Any]:
         if backend is None:
             return step
         options: dict[str, Any] = {"contract": contract}
-        return torch.compile(step, backend=backend, options=options)
+        return torch.compile(step, backend=backend, dynamic=dynamic, options=options)
 
     return compiled
 

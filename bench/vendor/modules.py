@@ -89,8 +89,21 @@ def build_vocoder(
     hifigan = load("flashcosyvoice.modules.hifigan", package)
     torch.manual_seed(seed)
     predictor = hifigan.ConvRNNF0Predictor(in_channels=sizes.mel, cond_channels=sizes.vocoder)
-    vocoder = hifigan.HiFTGenerator(in_channels=sizes.mel, base_channels=sizes.vocoder, f0_predictor=predictor)
+    vocoder = hifigan.HiFTGenerator(
+        in_channels=sizes.mel, base_channels=sizes.vocoder, f0_predictor=predictor, **_residuals(sizes)
+    )
     return vocoder.to(device).eval()
+
+
+def _residuals(sizes: Sizes) -> dict[str, Any]:
+    """Arguments of both vocoders for their residual blocks."""
+    kernels, dilations = sizes.vocoder_kernels, list(sizes.vocoder_dilations)
+    return {
+        "resblock_kernel_sizes": list(kernels),
+        "resblock_dilation_sizes": [dilations for _ in kernels],
+        "source_resblock_kernel_sizes": [7, 7, 11],
+        "source_resblock_dilation_sizes": [dilations] * 3,
+    }
 
 
 def build_causal_vocoder(sizes: Sizes = RELEASED, device: torch.device | str = "cpu", seed: int = 1) -> Any:
@@ -104,9 +117,7 @@ def build_causal_vocoder(sizes: Sizes = RELEASED, device: torch.device | str = "
             in_channels=sizes.mel, base_channels=sizes.vocoder, nb_harmonics=8, sampling_rate=SAMPLE_RATE,
             nsf_alpha=0.1, nsf_sigma=0.003, nsf_voiced_threshold=10, upsample_rates=[8, 5, 3],
             upsample_kernel_sizes=[16, 11, 7], istft_params={"n_fft": 16, "hop_len": 4},
-            resblock_kernel_sizes=[3, 7, 11], resblock_dilation_sizes=[[1, 3, 5], [1, 3, 5], [1, 3, 5]],
-            source_resblock_kernel_sizes=[7, 7, 11], source_resblock_dilation_sizes=[[1, 3, 5], [1, 3, 5], [1, 3, 5]],
-            lrelu_slope=0.1, audio_limit=0.99, conv_pre_look_right=4, f0_predictor=predictor,
+            lrelu_slope=0.1, audio_limit=0.99, conv_pre_look_right=4, f0_predictor=predictor, **_residuals(sizes),
         )  # fmt: skip
     source, rows = vocoder.m_source, SAMPLE_RATE * sizes.noise_seconds
     source.l_sin_gen.rand_ini = torch.rand(1, 9)

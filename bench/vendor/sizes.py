@@ -24,6 +24,8 @@ class Sizes:
     blocks: int = 6
     up_blocks: int = 4
     vocoder: int = 512
+    vocoder_kernels: tuple[int, ...] = (3, 7, 11)  # of the residual blocks beside one another
+    vocoder_dilations: tuple[int, ...] = (1, 3, 5)  # of the layers in each
     noise_seconds: int = 300  # of the causal vocoder's noise table, which repeats
     prompt_frames: int = 302
     steps: int = 10
