@@ -10,8 +10,9 @@ on the device before it; and what is left, all blocks of a chunk, is one callabl
 from __future__ import annotations
 
 import math
+import types
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,26 @@ def reach_of(bounded: Any) -> Reach:
         bounded.block_frames, bounded.f0_left, bounded.f0_right, bounded.history, bounded.decoder_right, bounded.hop,
         bounded.model.nb_harmonics + 1,
     )  # fmt: skip
+
+
+def _product(values: Sequence[int]) -> int:
+    result = 1
+    for value in values:
+        result *= value
+    return result
+
+
+def plain_products(method: Any) -> Callable[..., Any]:
+    """A bound method that multiplies integers with Python where it says `np.prod`.
+
+    Dynamo makes a tensor of a product by numpy, and an int of a tensor is a host read. The code is the same, in a scope
+    of its own; without a name, since Dynamo would look for the globals of a named one in its module.
+    """
+    shipped = method.__func__
+    scope = {**shipped.__globals__, "np": types.SimpleNamespace(prod=_product)}
+    del scope["__name__"]
+    plain = types.FunctionType(shipped.__code__, scope, shipped.__name__, shipped.__defaults__, shipped.__closure__)
+    return types.MethodType(plain, method.__self__)
 
 
 class _Pass(nn.Module):
@@ -141,6 +162,7 @@ class BoundedBinding:
         model = self._bounded.model
         self.reach = reach_of(self._bounded)
         self._numbers = PlainNumbers(model)
+        model.decode = plain_products(model.decode)
         self.plain = {joined: BoundedStep(model, self.reach, geometry, joined=joined) for joined in (False, True)}
         self.plain_final = FinalStep(model, self.reach, geometry)
         self.steps = {
@@ -260,7 +282,7 @@ class BoundedBinding:
 
     def unbind(self) -> None:
         """Gives the vocoder its own method and attributes back."""
-        del self._bounded.stream
+        del self._bounded.stream, self._bounded.model.decode
         self._numbers.release()
 
 
