@@ -202,13 +202,15 @@ class BoundedBinding:
 
     def _noise(self, frame: int, frames: int) -> Tensor:
         """(1, 480 * frames, harmonics) on the device: the vendor's rows from `frame` on, of a table that goes round."""
-        table: Tensor = self._bounded.model.m_source.l_sin_gen.sine_waves
-        samples, rows = self.reach.samples, table.shape[1]
+        table: Tensor = self._bounded.model.m_source.l_sin_gen.sine_waves[0]
+        samples, rows = self.reach.samples, table.shape[0]
         start, count = frame * samples % rows, frames * samples
-        like = self._bounded.model.conv_pre.weight
         if start + count <= rows:
-            return table[:, start : start + count].to(like)
-        return table[:, torch.arange(start, start + count, device=table.device).remainder(rows)].to(like)
+            part = table[start : start + count]
+        else:
+            part = table[torch.arange(start, start + count, device=table.device).remainder(rows)]
+        # The new axis has the stride of a tensor of its own; as a slice of the table it would have the table's.
+        return part[None].to(self._bounded.model.conv_pre.weight)
 
     @torch.inference_mode()
     def _stream(self, mel: Tensor, finalize: bool = False) -> Tensor:
