@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from cadence_fx.adapters.token2wav_geometry import Geometry, Reach
-from cadence_fx.adapters.token2wav_vocoder import UNDECLARED, Call, Compile, PlainNumbers
+from cadence_fx.adapters.token2wav_vocoder import UNDECLARED, Call, Compile, PlainNumbers, canonical
 
 State = tuple[Tensor, Tensor, Tensor]
 COUNTERS = ("mel_offset", "source_offset", "source_end", "speech_offset")
@@ -257,7 +257,7 @@ class BoundedBinding:
 
     def _kept(self) -> State:
         mel, source, phase = (_inference(self._bounded.cache[name]) for name in KEPT)
-        return mel, source, phase
+        return mel, canonical(source), phase
 
     def _counts(self, held: int) -> bool:
         """Whether the counters are those of a stream that has `held` frames of mel in its cache."""

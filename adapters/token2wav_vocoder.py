@@ -113,13 +113,19 @@ class VocoderBinding:
             return type(self._vocoder).forward(self._vocoder, speech_feat, source)  # type: ignore[no-any-return]
         # The vendor joins chunks outside inference mode, and Dynamo would compile again for inference tensors.
         mel, source = (_outside(given) if given.is_inference() else given for given in (speech_feat, source))
-        speech, source = self.steps[overlap](mel, source)
+        speech, source = self.steps[overlap](mel, canonical(source))
         return speech, source
 
     def unbind(self) -> None:
         """Gives the vocoder its own method and attributes back."""
         del self._vocoder.forward
         self._numbers.release()
+
+
+def canonical(source: Tensor) -> Tensor:
+    """Excitation (1, 1, n) with the strides of a tensor of its own: a copy of a slice keeps those of what it was cut
+    from, which say nothing and differ from call to call."""
+    return source.view(-1)[None, None]
 
 
 def _outside(given: Tensor) -> Tensor:
