@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from cadence_fx.adapters.token2wav_geometry import Geometry, Reach
-from cadence_fx.adapters.token2wav_vocoder import UNDECLARED, Call, Compile, PlainNumbers, canonical
+from cadence_fx.adapters.token2wav_vocoder import UNDECLARED, Call, Compile, PlainNumbers, canonical, inference
 
 State = tuple[Tensor, Tensor, Tensor]
 COUNTERS = ("mel_offset", "source_offset", "source_end", "speech_offset")
@@ -235,7 +235,7 @@ class BoundedBinding:
         made = int(cache["source_end"].item())
         new = held + frames - reach.f0_right - max(0, held - reach.f0_right)
         step = self.steps[held > 0]
-        speech, *kept = step(_inference(mel), *self._kept(), self._noise(made, new))
+        speech, *kept = step(inference(mel), *self._kept(), self._noise(made, new))
         self._advance(kept, made + new, reach.right)
         return speech  # type: ignore[no-any-return]
 
@@ -256,7 +256,7 @@ class BoundedBinding:
         return self.reach.final_contract(self._geometry).advances_of("held")
 
     def _kept(self) -> State:
-        mel, source, phase = (_inference(self._bounded.cache[name]) for name in KEPT)
+        mel, source, phase = (inference(self._bounded.cache[name]) for name in KEPT)
         return mel, canonical(source), phase
 
     def _counts(self, held: int) -> bool:
@@ -286,8 +286,3 @@ class BoundedBinding:
         """Gives the vocoder its own method and attributes back."""
         del self._bounded.stream, self._bounded.model.decode
         self._numbers.release()
-
-
-def _inference(given: Tensor) -> Tensor:
-    """Dynamo tells inference tensors from others, and would compile again for clones made outside inference mode."""
-    return given if given.is_inference() else given.clone()

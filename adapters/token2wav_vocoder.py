@@ -85,12 +85,11 @@ class VocoderBinding:
     def start_turn(self) -> None:
         """Puts a dictionary with nothing to join on to into the vendor's object."""
         mel = self._token2wav.cache[3]
-        with torch.inference_mode(False):  # as the vendor's own, which its `stream` fills outside inference mode
-            self._token2wav.hift_cache_dict = {
-                "mel": mel.new_zeros(1, mel.shape[2], 0),
-                "source": mel.new_zeros(1, 1, 0),
-                "speech": mel.new_zeros(1, 0),
-            }
+        self._token2wav.hift_cache_dict = {
+            "mel": mel.new_zeros(1, mel.shape[2], 0),
+            "source": mel.new_zeros(1, 1, 0),
+            "speech": mel.new_zeros(1, 0),
+        }
 
     @torch.inference_mode()
     def calls(self) -> Iterator[Call]:
@@ -98,9 +97,8 @@ class VocoderBinding:
         mel, frames = self._token2wav.cache[3], self._geometry.chunk_frames[0]
         for overlap, step in self.steps.items():
             draw = torch.Generator().manual_seed(overlap)
-            with torch.inference_mode(False):
-                given = torch.randn(1, mel.shape[2], overlap + frames, generator=draw).to(mel.device)
-                source = torch.randn(1, 1, overlap * self._samples, generator=draw).to(mel.device)
+            given = torch.randn(1, mel.shape[2], overlap + frames, generator=draw).to(mel.device)
+            source = torch.randn(1, 1, overlap * self._samples, generator=draw).to(mel.device)
             yield step, (given, source)
 
     @torch.inference_mode()
@@ -111,9 +109,7 @@ class VocoderBinding:
         if overlap not in self.steps or speech_feat.shape[2] - overlap not in self._geometry.chunk_frames:
             self._eager_calls[UNDECLARED] += 1
             return type(self._vocoder).forward(self._vocoder, speech_feat, source)  # type: ignore[no-any-return]
-        # The vendor joins chunks outside inference mode, and Dynamo would compile again for inference tensors.
-        mel, source = (_outside(given) if given.is_inference() else given for given in (speech_feat, source))
-        speech, source = self.steps[overlap](mel, canonical(source))
+        speech, source = self.steps[overlap](inference(speech_feat), canonical(inference(source)))
         return speech, source
 
     def unbind(self) -> None:
@@ -128,6 +124,6 @@ def canonical(source: Tensor) -> Tensor:
     return source.view(-1)[None, None]
 
 
-def _outside(given: Tensor) -> Tensor:
-    with torch.inference_mode(False):
-        return given.clone()
+def inference(given: Tensor) -> Tensor:
+    """In inference mode: Dynamo tells its tensors from others, and would compile again for one made outside it."""
+    return given if given.is_inference() else given.clone()
