@@ -121,7 +121,7 @@ class VocoderBinding:
 def canonical(source: Tensor) -> Tensor:
     """Excitation (1, 1, n) with the strides of a tensor of its own: a copy of a slice keeps those of what it was cut
     from, which say nothing and differ from call to call."""
-    return source.view(-1)[None, None]
+    return source.view(-1)[None, None] if source.numel() else source
 
 
 def inference(given: Tensor) -> Tensor:
