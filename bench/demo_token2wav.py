@@ -10,8 +10,8 @@ backend's stream said. Random weights make noise, not speech; the layers are cut
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
-import os
 import statistics
 import sys
 import time
@@ -75,11 +75,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device == "cpu":
         torch.set_num_threads(1)  # kernels this small lose more than they gain by a second thread
     sizes = vendor.RELEASED if options.released else SIZES
-    if options.device != "cpu":  # the vocoder does not repeat from run to run under stock flags
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.backends.cudnn.deterministic = True
+    # On a GPU the vocoder does not repeat from run to run under stock flags.
+    pinned = cadence.deterministic(warn_only=True) if options.device != "cpu" else contextlib.nullcontext()
+    with pinned:
+        return compare(sizes, options)
 
+
+def compare(sizes: vendor.Sizes, options: argparse.Namespace) -> int:
+    """Both streams, one after the other; returns the exit status."""
     eager = vendor.build_token2wav(sizes, options.device)
     samples, eager_ms = speak(eager, lambda: vendor.start_turn(eager), sizes)
 

@@ -1,5 +1,8 @@
 """Host time of one replayed call, beyond the launch: the engine alone, and the whole call with Dynamo's guards.
 
+`trusted` is the whole call under `torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)`: only the guards
+that tell compiled graphs apart are evaluated.
+
     python -m bench.host_time                # on a GPU
     python -m bench.host_time --device cpu   # the same bookkeeping; pointer checks are slower without CUDA
 
@@ -109,6 +112,9 @@ def measure(layers: int, repeats: int, device: torch.device) -> dict[str, Any]:
             held[:] = step(*inputs, *held)[1:]
 
         whole = median_us(replay, repeats, device)
+        with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
+            median_us(replay, 10, device)
+            trusted = median_us(replay, repeats, device)
         engine = statistics.median(program.ledger.latencies_us)
         launch = statistics.median(launches)
         operator = median_us(lambda: inputs[0] + inputs[2], repeats, device)
@@ -116,6 +122,7 @@ def measure(layers: int, repeats: int, device: torch.device) -> dict[str, Any]:
     row = {
         "median_us": round(engine - launch, 1),
         "whole_call_us": round(whole - launch, 1),
+        "whole_call_guards_trusted_us": round(trusted - launch, 1),
         "launch_us": round(launch, 1),
         "one_eager_operator_us": operator,
         "eager_call_us": plain,
@@ -138,11 +145,13 @@ def main() -> None:
         rows |= measure(layers, options.repeats, device)
     protocol = "host clock, device idle before each call; engine = call without Dynamo, both without the launch"
     report = {"bench": "host_time", **environment(options.device), "protocol": protocol, "variants": rows}
-    print(
-        f"{'':<14}{'engine us':>11}{'whole us':>11}{'launch us':>11}{'one op us':>11}{'eager us':>11}  bytes   misses"
-    )
+    heads = ("engine us", "whole us", "trusted us", "launch us", "one op us", "eager us")
+    print(f"{'':<14}{''.join(f'{head:>11}' for head in heads)}  bytes   misses")
     for name, row in rows.items():
-        keys = ("median_us", "whole_call_us", "launch_us", "one_eager_operator_us", "eager_call_us")
+        keys = (
+            "median_us", "whole_call_us", "whole_call_guards_trusted_us", "launch_us", "one_eager_operator_us",
+            "eager_call_us",
+        )  # fmt: skip
         figures = "".join(f"{row[key]:>11.1f}" for key in keys)
         print(f"{name:<14}{figures}  {'equal ' if row['bytes_equal'] else 'DIFFER'}  {row['misses'] or 'none'}")
     path = options.out / f"host_time_{'_'.join(str(report['device']).lower().split())}.json"

@@ -9,6 +9,7 @@ from cadence_fx.clock import Clock as Clock
 from cadence_fx.contract import Contract as Contract
 from cadence_fx.contract import Input as Input
 from cadence_fx.contract import Region as Region
+from cadence_fx.determinism import deterministic as deterministic
 from cadence_fx.errors import AuditMismatch as AuditMismatch
 from cadence_fx.errors import AxisOutOfRange as AxisOutOfRange
 from cadence_fx.errors import CadenceError as CadenceError
@@ -21,6 +22,7 @@ from cadence_fx.errors import NotCompiled as NotCompiled
 from cadence_fx.errors import NotServed as NotServed
 from cadence_fx.errors import PassFailed as PassFailed
 from cadence_fx.errors import RetentionMismatch as RetentionMismatch
+from cadence_fx.errors import SetTooLate as SetTooLate
 from cadence_fx.errors import StaleState as StaleState
 from cadence_fx.errors import UnexplainedSize as UnexplainedSize
 from cadence_fx.errors import UnknownArgument as UnknownArgument
@@ -62,6 +64,7 @@ __all__ = [
     "Report",
     "RetentionMismatch",
     "Ring",
+    "SetTooLate",
     "StaleState",
     "UnexplainedSize",
     "UnknownArgument",
@@ -69,6 +72,7 @@ __all__ = [
     "WrongModule",
     "audit",
     "declare",
+    "deterministic",
     "disabled",
     "report",
     "restore",

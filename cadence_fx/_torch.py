@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import sympy
 import torch
 import torch._dynamo
+import torch._inductor.config
 from torch import fx
 from torch._dynamo.output_graph import OutputGraph
 from torch._guards import TracingContext, tracing
@@ -232,6 +234,11 @@ def example_value(node: fx.Node) -> Any:
     return node.meta.get("example_value")
 
 
+def example_shape(node: fx.Node) -> list[int]:
+    """The shape Dynamo saw a tensor placeholder with; no guard is added."""
+    return [s.node.hint if isinstance(s, torch.SymInt) else int(s) for s in node.meta["example_value"].shape]
+
+
 def current_guards() -> tuple[tuple[sympy.Expr, ...], dict[sympy.Symbol, tuple[int | None, int | None]]]:
     """Guards and value ranges of the symbols of the graph being compiled.
 
@@ -329,14 +336,18 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def storage_users(storage: torch.UntypedStorage) -> int:
-    """How many tensors use a storage, besides this handle to it."""
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+
+
+def storage_users(identity: int) -> int:
+    """How many tensors use the storage with this `_cdata`, of which the caller holds one handle."""
+    return _use_count(identity) - 1
 
 
 def tensor_owners(tensor: torch.Tensor) -> int:
     """How many tensors share this one's memory, itself included."""
-    return storage_users(tensor.untyped_storage())
+    storage = tensor.untyped_storage()
+    return storage_users(storage._cdata)
 
 
 def another_storage(flat: torch.Tensor) -> torch.UntypedStorage:
@@ -344,45 +355,206 @@ def another_storage(flat: torch.Tensor) -> torch.UntypedStorage:
     return torch._C._from_dlpack(torch._C._to_dlpack(flat.view(torch.uint8))).untyped_storage()
 
 
+def same_generator(left: torch.Generator, right: torch.Generator) -> bool:
+    """Whether two objects are one generator; an operator that is intercepted gets another object for its own."""
+    return left is right or left._cdata == right._cdata  # type: ignore[attr-defined]
+
+
+def abandon_pool(device: torch.device, handle: tuple[int, int]) -> None:
+    """After a failed capture: the allocator no longer routes to this pool, nor counts that capture as a user of it.
+
+    A capture that ended, or never began, has closed the pool itself; PyTorch then says that nothing is recorded to it,
+    and its own count is right.
+    """
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    try:
+        torch._C._cuda_endAllocateToPool(index, handle)
+    except RuntimeError:
+        return
+    torch._C._cuda_releasePool(index, handle)
+
+
+def current_raw_stream(device: torch.device) -> Callable[[], int]:
+    """A quick reading of the handle of the stream that is current on a CUDA device in the calling thread."""
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return functools.partial(torch._C._cuda_getCurrentRawStream, index)
+
+
+@contextlib.contextmanager
+def own_workspaces() -> Iterator[None]:
+    """What cuBLAS needs inside a capture is allocated inside it, and used by no eager call afterwards.
+
+    Its workspaces are kept per stream and can be cleared by anybody (Inductor does before its own captures): a
+    recording that had been captured with one from outside would go on writing to memory that has another owner by then.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+@contextlib.contextmanager
+def uncached_casts() -> Iterator[None]:
+    """Autocast casts each weight anew inside, and no cast made before or inside is used after it.
+
+    What a capture casts lives in its pool and is computed by a launch only; what was cast before it is freed when the
+    user's autocast context ends. Neither may be handed across the boundary.
+    """
+    enabled = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+        torch.clear_autocast_cache()
+
+
 # -- ambient state ----------------------------------------------------------------------------------------------------
 
 
-AMBIENT = (
-    "grad mode", "inference mode", "autocast", "default dtype", "deterministic algorithms", "float32 matmul precision",
-    "cuDNN TF32", "cuDNN benchmark", "cuDNN deterministic", "fp16 reduced precision", "bf16 reduced precision",
-    "flash SDPA", "memory-efficient SDPA", "math SDPA", "cuDNN SDPA",
-)  # fmt: skip
+def _precision(backend: str, op: str) -> str:
+    """How 32-bit floats are computed with; saying nothing and saying IEEE are one thing to every kernel.
+
+    The older switches (`allow_tf32`, `set_float32_matmul_precision`) set these too, and cannot be read while the two
+    kinds disagree.
+    """
+    found: str = torch._C._get_fp32_precision_getter(backend, op)
+    return "ieee" if found == "none" else found
+
+
+def _autocast(device_type: str) -> tuple[Any, ...] | None:
+    if not torch._C._is_any_autocast_enabled():
+        return None
+    return tuple(torch.get_autocast_dtype(t) if torch.is_autocast_enabled(t) else None for t in {"cpu", device_type})
+
+
+_SMALLEST_NORMAL = sys.float_info.min
+
+
+def _flushes_denormals() -> bool:
+    """Whether this thread's processor turns denormals into zeros; PyTorch can set it and not read it."""
+    return _SMALLEST_NORMAL * 0.5 == 0.0
+
+
+def _readers(device_type: str) -> dict[str, Callable[[], Any]]:
+    """What each switch is called in reports, and how it is read. Those that a release of PyTorch lacks are left out."""
+    c: Any = torch._C
+    found: dict[str, Any] = {
+        "grad mode": torch.is_grad_enabled,
+        "inference mode": torch.is_inference_mode_enabled,
+        "autocast": functools.partial(_autocast, device_type),
+        "default dtype": torch.get_default_dtype,
+        "deterministic algorithms": c._get_deterministic_algorithms,
+        "deterministic warn-only": c._get_deterministic_algorithms_warn_only,
+        "filling of uninitialized memory": c._get_deterministic_fill_uninitialized_memory,
+        "function modes": c._len_torch_function_stack,
+        "dispatch modes": c._len_torch_dispatch_stack,
+        "attention fast path": functools.partial(vars(torch.backends.mha).__getitem__, "_is_fastpath_enabled"),
+    }
+    for backend in {"cpu": ("mkldnn",), "cuda": ("cuda",)}.get(device_type, ("mkldnn", "cuda")):
+        for op in ("matmul", "conv", "rnn"):
+            found[f"fp32 precision of {backend} {op}"] = functools.partial(_precision, backend, op)
+    if device_type == "cpu":
+        found |= {
+            "threads": torch.get_num_threads,
+            "oneDNN": c._get_mkldnn_enabled,
+            "oneDNN deterministic": getattr(c, "_get_mkldnn_deterministic", None),
+            "NNPACK": getattr(c, "_get_nnpack_enabled", None),
+            "fp16 reduced precision": getattr(c, "_get_cpu_allow_fp16_reduced_precision_reduction", None),
+            "quantized engine": c._get_qengine,
+            "flushing of denormals": _flushes_denormals,
+        }
+    if device_type == "cuda":
+        found |= {
+            "stream capture": torch.cuda.is_current_stream_capturing if torch.backends.cuda.is_built() else None,
+            "cuDNN": c._get_cudnn_enabled,
+            "cuDNN benchmark": c._get_cudnn_benchmark,
+            "cuDNN benchmark limit": getattr(c, "_cuda_get_cudnn_benchmark_limit", None),
+            "cuDNN deterministic": c._get_cudnn_deterministic,
+            "cuDNN depthwise kernel": getattr(c, "_get_cudnn_depthwise_kernel", None),
+            "fp16 reduced precision": c._get_cublas_allow_fp16_reduced_precision_reduction,
+            "bf16 reduced precision": c._get_cublas_allow_bf16_reduced_precision_reduction,
+            "fp16 accumulation": getattr(c, "_get_cublas_allow_fp16_accumulation", None),
+            "grouped GEMM": getattr(c, "_get_cublaslt_prefer_grouped_gemm", None),
+            "SM carveout": getattr(c, "_get_sm_carveout_experimental", None),
+            "BLAS library": lambda: int(c._get_blas_preferred_backend()),
+            "linalg library": lambda: int(c._get_linalg_preferred_backend()),
+            "flash SDPA": c._get_flash_sdp_enabled,
+            "FlashAttention 3": getattr(c, "_get_fa3_sdp_enabled", None),
+            "memory-efficient SDPA": c._get_mem_efficient_sdp_enabled,
+            "math SDPA": c._get_math_sdp_enabled,
+            "math SDPA reduced precision": getattr(c, "_get_math_sdp_allow_fp16_bf16_reduction", None),
+            "cuDNN SDPA": c._get_cudnn_sdp_enabled,
+            "SDPA priority": lambda: tuple(c._get_sdp_priority_order()),
+        }
+    return {name: read for name, read in found.items() if read is not None}
+
+
+_AMBIENT = {device_type: _readers(device_type) for device_type in ("cpu", "cuda", "")}
+_READ = {device_type: tuple(readers.values()) for device_type, readers in _AMBIENT.items()}
 
 
 def ambient_state(device_type: str) -> tuple[Any, ...]:
-    """Every process-wide switch that decides which kernels run; part of the signature.
+    """Every process-wide or thread-wide switch that decides which kernels run; part of the signature.
 
-    grad and inference mode, autocast and its dtype, default dtype, TF32 and reduced-precision flags, determinism,
-    cuDNN benchmark, and the enabled SDPA backends.
+    The first entry is the kind of device, the others are in the order of `ambient_names`.
     """
-    autocast = torch.is_autocast_enabled(device_type)
-    flags: tuple[Any, ...] = (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_autocast_dtype(device_type) if autocast else None,
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-    )
-    if device_type == "cuda":
+    kind = device_type if device_type in _READ else ""
+    return (kind, *[read() for read in _READ[kind]])
+
+
+def ambient_names(state: tuple[Any, ...]) -> list[str]:
+    """What the entries of an `ambient_state` are called."""
+    return ["device", *_AMBIENT[state[0]]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Determinism:
+    """PyTorch's switches for repeatable results, process-wide.
+
+    Attributes:
+        algorithms, warn_only, fill: of `torch.use_deterministic_algorithms`.
+        cudnn, benchmark: cuDNN takes deterministic algorithms only, and measures which one is fastest.
+        onednn: the same for oneDNN on a CPU; None where PyTorch has no such switch.
+    """
+
+    algorithms: bool
+    warn_only: bool
+    fill: bool
+    cudnn: bool
+    benchmark: bool
+    onednn: bool | None
+
+    @classmethod
+    def now(cls) -> Determinism:
+        """The switches as they are."""
         c = torch._C
-        flags += (
-            c._get_cudnn_allow_tf32(),
-            c._get_cudnn_benchmark(),
+        return cls(
+            c._get_deterministic_algorithms(),
+            c._get_deterministic_algorithms_warn_only(),
+            c._get_deterministic_fill_uninitialized_memory(),
             c._get_cudnn_deterministic(),
-            c._get_cublas_allow_fp16_reduced_precision_reduction(),
-            c._get_cublas_allow_bf16_reduced_precision_reduction(),
-            c._get_flash_sdp_enabled(),
-            c._get_mem_efficient_sdp_enabled(),
-            c._get_math_sdp_enabled(),
-            c._get_cudnn_sdp_enabled(),
+            c._get_cudnn_benchmark(),
+            c._get_mkldnn_deterministic() if hasattr(c, "_get_mkldnn_deterministic") else None,
         )
-    return flags
+
+    def apply(self) -> None:
+        """Set the switches."""
+        c = torch._C
+        c._set_deterministic_algorithms(self.algorithms, warn_only=self.warn_only)
+        c._set_deterministic_fill_uninitialized_memory(self.fill)
+        c._set_cudnn_deterministic(self.cudnn)
+        c._set_cudnn_benchmark(self.benchmark)
+        if self.onednn is not None:
+            c._set_mkldnn_deterministic(self.onednn)
+
+
+def inductor_deterministic() -> contextlib.AbstractContextManager[None]:
+    """What `torch.use_deterministic_algorithms(True)` tells Inductor, in this thread."""
+    config: Any = torch._inductor.config
+    return config.patch(deterministic=True) if hasattr(config, "deterministic") else contextlib.nullcontext()
 
 
 def backend_error(error: BaseException) -> BaseException:

@@ -1,13 +1,13 @@
 """Capture: from a plan and one call's arguments to a class, or the reason why there is none.
 
 A class is recorded on static arguments: fixed ones themselves, staged ones as copies, states as their carries. It is
-admitted only if its bytes are those of the stock computation (`certify`), and everything it touched is put back, so
-that a call which captures a class is answered like any other.
+admitted only if its effects can be those of a launch (`effects`) and its bytes are those of the stock computation
+(`certify`). Everything that was touched on the way is put back, whether the class is admitted, refused or fails at any
+point, so that a call which captures a class is answered like any other.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -16,14 +16,15 @@ from typing import Any
 import torch
 
 from cadence_fx import certify
-from cadence_fx.bytesops import bytes_equal
+from cadence_fx.culprit import find_culprit
+from cadence_fx.effects import Effects, Probed, probe
 from cadence_fx.layout import is_expanded, same_geometry_copy
 from cadence_fx.ledger import Ledger, log
-from cadence_fx.outputs import OutputRule, derive_rules, unusual
+from cadence_fx.outputs import OutputRule
 from cadence_fx.plan import Miss, Plan, RegionUse, destinations
 from cadence_fx.recorder import Recording, record
 from cadence_fx.signature import ALIGNMENT
-from cadence_fx.writes import WriteWatcher
+from cadence_fx.trials import Trials
 
 
 @dataclasses.dataclass(slots=True)
@@ -34,7 +35,9 @@ class ReplayClass:
         buffers: static tensors of the staged arguments, in the order of `plan.staged`.
         pointers: addresses of the fixed arguments, by argument index; None for the others.
         copy_back: staged arguments that the code writes: their buffers are copied back after a launch.
+        effects: the verdict under which it was admitted.
         returned: the states that leave the call as they came.
+        kept: tensors that a plain callable reached by itself: the recording reads them where they were.
         fragile: a launch can raise halfway (on the host), with a state already written in place.
         written: storage addresses of what the code writes in place and no call may bring under another name.
     """
@@ -49,12 +52,16 @@ class ReplayClass:
     copy_back: list[tuple[int, torch.Tensor]]
     written: frozenset[int]
     fragile: bool
+    effects: Effects
     returned: list[RegionUse]
+    kept: list[torch.Tensor]
     replays: int = 0
 
 
-def unfit(plan: Plan, args: Sequence[Any], names: Sequence[str]) -> Miss | None:
+def unfit(plan: Plan, args: Sequence[Any], names: Sequence[str], device: torch.device) -> Miss | None:
     """Why these arguments cannot be bound or staged, if they cannot."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return Miss("mode", "stream capture not as it was when classes were captured: a capture is going on already")
     for i in plan.staged:
         if args[i].data_ptr() % ALIGNMENT:
             return Miss("alignment", f"{names[i]} does not start at a multiple of {ALIGNMENT} bytes")
@@ -98,59 +105,17 @@ def capture(
 ) -> ReplayClass | Miss:
     """Record and certify one class."""
     start = time.perf_counter()
-    for use in plan.regions:
-        use.carry.enter(args[use.index], use.extent, in_place=use.output is None)
-    static_args = list(args)
-    for i in plan.staged:
-        static_args[i] = same_geometry_copy(args[i])
-    for use in plan.regions:
-        static_args[use.index] = use.carry.view(use.extent)
-
+    static_args = _bind(plan, args)
     snapshot = certify.Snapshot(plan, args, static_args, device)
     try:
-        before = [tensor.clone() for tensor in plan.watched]
-        watcher = WriteWatcher() if plan.draws is None else contextlib.nullcontext()
-        try:
-            with watcher:
-                raw, reference = certify.run_reference(plan, static_args)
-        except Exception as error:  # the code itself refuses these arguments: eager will tell the user so
-            return Miss("raised", f"{plan.label}: {type(error).__name__}")
-        strange = unusual(static_args, raw)
-        rules = derive_rules(plan, static_args, raw)
-        del raw
-        drew = snapshot.generators_moved()
-        written = _written_copies(plan, watcher, static_args, args)
-        snapshot.restore()
-        if isinstance(watcher, WriteWatcher):
-            # Memory that is no argument is written too: every run up to the admission is undone there as well.
-            known = _homes(static_args)
-            plan.beside = [memory for memory in watcher.memories() if memory.data_ptr() not in known]
-            plan.beside += [t for t, b in zip(plan.watched, before, strict=True) if not bytes_equal(t, b)]
-            watcher.put_back()
-            for tensor, saved in zip(plan.watched, before, strict=True):
-                tensor.copy_(saved)
-            snapshot.include(plan.beside)
-            if plan.beside:
-                _, reference = certify.run_reference(plan, static_args)
-                snapshot.restore()
-        if strange is not None:
-            return Miss("aliased_output", f"{plan.label}: {strange}", lasting=True)
-        if drew:
-            return Miss("draws_random", f"{plan.label}: the computation draws random numbers", lasting=True)
-        if written:
-            plan.mutated.extend(written)
-            shared = overlap(plan, _written_homes(plan, static_args), args, names)
-            if shared is not None:
-                return shared
-            _, reference = certify.run_reference(plan, static_args)
-            snapshot.restore()
-        _, again = certify.run_reference(plan, static_args)
-        snapshot.restore()
-        unstable = reference.differs_from(again)
-        if unstable is not None:
-            what = f"{unstable} differs between two eager runs on the same input"
-            return Miss("not_reproducible", f"{plan.label}: {what}", lasting=True)
-        recording = _record_certified(plan, static_args, reference, snapshot, device, ledger)
+        probed = probe(plan, static_args, args, snapshot, device)
+        if isinstance(probed, Miss):
+            return probed
+        reference = _baseline(plan, static_args, args, names, snapshot, probed)
+        if isinstance(reference, Miss):
+            return reference
+        trials = Trials(plan, static_args, names, snapshot)
+        recording = _record_certified(plan, static_args, reference, trials, snapshot, device, ledger)
     finally:
         snapshot.restore()
     if recording is None:
@@ -159,49 +124,82 @@ def capture(
     return ReplayClass(
         plan=plan,
         recording=recording,
-        rules=rules,
+        rules=probed.rules,
         buffers=[static_args[i] for i in plan.staged],
         pointers=_addresses(args, plan.fixed),
         capture_seconds=time.perf_counter() - start,
         staging_bytes=plan.predicted_bytes(args),
         copy_back=[(i, static_args[i]) for i in plan.mutated if i in staged],
         written=_written_homes(plan, static_args),
-        returned=[use for use in plan.regions if use.returned],
         fragile=not recording.static_outputs and any(use.output is None for use in plan.regions),
+        effects=probed.effects,
+        returned=[use for use in plan.regions if use.returned],
+        kept=snapshot.python.tensors if snapshot.python is not None else [],
     )
 
 
-def _homes(args: Sequence[Any]) -> set[int]:
-    return {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+def _bind(plan: Plan, args: Sequence[Any]) -> list[Any]:
+    """The static arguments: states enter their carries, staged arguments are copied."""
+    for use in plan.regions:
+        use.carry.enter(args[use.index], use.extent, in_place=use.output is None)
+    static_args = list(args)
+    for i in plan.staged:
+        static_args[i] = same_geometry_copy(args[i])
+    for use in plan.regions:
+        static_args[use.index] = use.carry.view(use.extent)
+    return static_args
 
 
-def _written_copies(plan: Plan, watcher: Any, static_args: Sequence[Any], args: Sequence[Any]) -> list[int]:
-    """Staged arguments that the run has written, beyond those the plan knows of."""
-    seen = watcher.written if isinstance(watcher, WriteWatcher) else set()
-    return [
-        i
-        for i in plan.staged
-        if i not in plan.mutated
-        and (static_args[i].untyped_storage().data_ptr() in seen or not bytes_equal(static_args[i], args[i]))
-    ]
+def _baseline(
+    plan: Plan,
+    static_args: list[Any],
+    args: Sequence[Any],
+    names: Sequence[str],
+    snapshot: certify.Snapshot,
+    probed: Probed,
+) -> certify.Outcome | Miss:
+    """What the class is compared with: a stock run that a second one repeats, generators included."""
+    reference = probed.reference
+    if probed.copies:
+        plan.mutated.extend(probed.copies)
+        shared = overlap(plan, _written_homes(plan, static_args), args, names)
+        if shared is not None:
+            return shared
+    if probed.copies or plan.beside:  # the probe's outcome does not hold what it found to be written
+        _, reference = certify.run_reference(plan, static_args, snapshot)
+        snapshot.restore()
+    _, again = certify.run_reference(plan, static_args, snapshot)
+    snapshot.restore()
+    unstable = reference.differs_from(again)
+    if unstable is not None:
+        culprit = find_culprit(lambda: plan.reference(*static_args), snapshot.restore)
+        what = f"{unstable} differs between two eager runs on the same input; {culprit or 'no operator was caught'}"
+        return Miss("not_reproducible", f"{plan.label}: {what}", lasting=True)
+    return reference
 
 
 def _record_certified(
     plan: Plan,
     static_args: list[Any],
     reference: certify.Outcome,
+    trials: Trials,
     snapshot: certify.Snapshot,
     device: torch.device,
     ledger: Ledger,
 ) -> Recording | None:
     """The first way to run the class whose bytes are the stock computation's; the others are noted and closed."""
     everything = [*static_args, *destinations(plan)]
+    generators = snapshot.generators.of(device)
     for name, run in plan.runs:
-        recording = record(lambda run=run: run(*everything), device)  # type: ignore[misc]
-        snapshot.restore()
-        outcome = certify.run_recording(plan, static_args, recording)
-        snapshot.restore()
-        wrong = outcome.differs_from(reference)
+        recording = record(lambda run=run: run(*everything), device, generators)  # type: ignore[misc]
+        try:
+            snapshot.restore()
+            outcome = certify.run_recording(plan, static_args, recording, snapshot)
+            snapshot.restore()
+            wrong = outcome.differs_from(reference) or trials.differs(recording)
+        except BaseException:
+            recording.close()
+            raise
         if wrong is None:
             plan.notes.append(f"admitted: {name}")
             return recording

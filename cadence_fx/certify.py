@@ -1,9 +1,10 @@
 """The certificate of a class: the same bytes as the stock computation, checked before the class is admitted.
 
 The stock computation runs twice on the class's own static arguments (a class whose baseline does not repeat is not
-blamed on the replay, it is named so), then the class is launched; outputs, states and every argument the code writes
-are compared byte for byte. Results wait on the host, so that the check needs little device memory. States and
-generators are as before afterwards.
+blamed on the replay, it is named so), then the class is launched; outputs, states, every argument the code writes and
+the generators it draws from are compared byte for byte, each time from the same start. Results wait on the host, so
+that the check needs little device memory. States, generators and whatever Python code has rebound are as before
+afterwards.
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ from typing import Any
 import torch
 
 from cadence_fx.bytesops import bytes_equal
+from cadence_fx.generators import Generators, Source, all_sources, device_sources, explicit, same_state
 from cadence_fx.plan import Plan
+from cadence_fx.python_state import PythonState
 from cadence_fx.recorder import Recording
 
 
 @dataclasses.dataclass(slots=True)
 class Outcome:
-    """Everything one execution of a class produced, on the host: outputs, new states, written arguments."""
+    """Everything one execution of a class produced, on the host: outputs, new states, written arguments, and the states
+    in which it left the generators."""
 
     outputs: list[Any]
     states: list[torch.Tensor]
     written: list[torch.Tensor]
+    generators: list[Any]
 
     def differs_from(self, other: Outcome) -> str | None:
         """The first thing that differs, in words; None when every byte is equal."""
@@ -37,14 +42,21 @@ class Outcome:
             for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
                 if isinstance(a, torch.Tensor) and not bytes_equal(a, b):
                     return f"{what} {i}"
+        if not all(map(same_state, self.generators, other.generators)):
+            return "the state of a generator"
         return None
 
 
 class Snapshot:
-    """Host copies of everything a class may write, and of the generators; `restore` puts them back."""
+    """Everything a class may change, as it was: what it may write, what it may draw from, what it may rebind.
+
+    Attributes:
+        generators: the sources that are watched. Where the graph tells that nothing is drawn there are none: other
+            threads may be using them.
+        python: the state of the plain callable's objects; None for a graph, which has none.
+    """
 
     def __init__(self, plan: Plan, args: Sequence[Any], static_args: Sequence[Any], device: torch.device) -> None:
-        self._device = device
         # The caller's own tensors are the saved copies of the staging buffers.
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = [(static_args[i], args[i]) for i in plan.staged]
         for use in plan.regions:
@@ -52,57 +64,63 @@ class Snapshot:
             self._pairs.append((head, _to_host(head)))
         for i in set(plan.mutated) - set(plan.staged):
             self._pairs.append((static_args[i], _to_host(static_args[i])))
-        # Where the graph tells that nothing is drawn, the generators are left alone: other threads may be using them.
-        watched = plan.draws is None
-        self._host_generator = torch.get_rng_state() if watched else None
-        self._device_generator = torch.cuda.get_rng_state(device) if watched and device.type == "cuda" else None
+        self.python = PythonState(plan.owner) if plan.owner is not None else None
+        self.generators = Generators(_sources(plan, device, self.python))
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """The modules that a plain callable is, belongs to or uses."""
+        return self.python.modules if self.python is not None else []
 
     def include(self, tensors: Sequence[torch.Tensor]) -> None:
         """Save more tensors, as they are now."""
         self._pairs += [(tensor, _to_host(tensor)) for tensor in tensors]
 
     def restore(self) -> None:
-        """Put every byte and every generator back."""
+        """Put everything back."""
+        if self.python is not None:
+            self.python.put_back()
         for target, saved in self._pairs:
             target.copy_(saved)
-        if self._host_generator is not None:
-            torch.set_rng_state(self._host_generator)
-        if self._device_generator is not None:
-            torch.cuda.set_rng_state(self._device_generator, self._device)
-
-    def generators_moved(self) -> bool:
-        """Whether anything has been drawn since, as far as that is watched."""
-        if self._host_generator is not None and not torch.equal(self._host_generator, torch.get_rng_state()):
-            return True
-        return self._device_generator is not None and not torch.equal(
-            self._device_generator, torch.cuda.get_rng_state(self._device)
-        )
+        self.generators.restore()
 
 
-def run_reference(plan: Plan, static_args: Sequence[Any]) -> tuple[Sequence[Any], Outcome]:
+def _sources(plan: Plan, device: torch.device, python: PythonState | None) -> list[Source]:
+    """What the class could draw from, as far as that is known before it runs."""
+    if plan.draws is None:
+        found = all_sources(device) + explicit(plan.generators)
+        return found + (python.dice() if python is not None else [])
+    return device_sources(device) if plan.draws else []
+
+
+def run_reference(plan: Plan, static_args: Sequence[Any], snapshot: Snapshot) -> tuple[Sequence[Any], Outcome]:
     """Run the stock computation; returns its raw outputs and the outcome."""
     outputs = plan.reference(*static_args)
     states = [static_args[use.index] if use.output is None else outputs[use.output] for use in plan.regions]
-    return outputs, Outcome(
-        [None if i in _region_outputs(plan) else _to_host(o) for i, o in enumerate(outputs)],
-        [_to_host(s) for s in states],
-        [_to_host(tensor) for tensor in (*(static_args[i] for i in plan.mutated), *plan.beside)],
-    )
+    return outputs, _outcome(plan, static_args, outputs, states, snapshot)
 
 
-def run_recording(plan: Plan, static_args: Sequence[Any], recording: Recording) -> Outcome:
+def run_recording(plan: Plan, static_args: Sequence[Any], recording: Recording, snapshot: Snapshot) -> Outcome:
     """Launch the class once; returns the outcome."""
     outputs = recording.launch()
     states = [static_args[use.index] if use.output is None else use.carry.view(use.next_extent) for use in plan.regions]
+    return _outcome(plan, static_args, outputs, states, snapshot)
+
+
+def _outcome(
+    plan: Plan,
+    static_args: Sequence[Any],
+    outputs: Sequence[Any],
+    states: Sequence[torch.Tensor],
+    snapshot: Snapshot,
+) -> Outcome:
+    carried = {use.output for use in plan.regions}
     return Outcome(
-        [None if i in _region_outputs(plan) else _to_host(o) for i, o in enumerate(outputs)],
+        [None if i in carried else _to_host(o) for i, o in enumerate(outputs)],
         [_to_host(s) for s in states],
         [_to_host(tensor) for tensor in (*(static_args[i] for i in plan.mutated), *plan.beside)],
+        snapshot.generators.read(),
     )
-
-
-def _region_outputs(plan: Plan) -> set[int | None]:
-    return {use.output for use in plan.regions}
 
 
 def _to_host(value: Any) -> Any:

@@ -302,3 +302,18 @@ class PassFailed(CadenceError):
             f"Passes that had run before it: {', '.join(self.before) or 'none'}. "
             "The class is captured without any rewrite."
         )
+
+
+class SetTooLate(CadenceError):
+    """`deterministic()` was entered after CUDA had been initialised without the cuBLAS setting that it needs."""
+
+    reason = "set_too_late"
+
+    def __init__(self, variable: str, wanted: str, found: str | None) -> None:
+        self.variable = variable
+        self.found = found
+        super().__init__(
+            f"CUDA is initialised already, and cuBLAS reads {variable} once, when it is first used; it is "
+            f"{'not set' if found is None else repr(found)}. Enter deterministic() before the first use of a GPU, "
+            f"or start the process with {variable}={wanted}."
+        )

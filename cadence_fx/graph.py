@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import fx
 
-from cadence_fx._torch import CompileSite, ambient_state, to_static_aten
+from cadence_fx._torch import CompileSite, ambient_state, example_shape, example_value, to_static_aten
 from cadence_fx.admission import Admission
 from cadence_fx.binding import Binding, Instance, scalar_outputs
 from cadence_fx.catalog import CatalogEntry
@@ -19,6 +19,7 @@ from cadence_fx.layout import Layout, in_layout, is_channels_last, layout_of
 from cadence_fx.ledger import log
 from cadence_fx.pairing import Pairing, extents
 from cadence_fx.passes import PassContext, RegionSlot, default_passes, run_passes
+from cadence_fx.passes.effects import all_known, draws
 from cadence_fx.passes.graphs import GraphFacts, output_node
 from cadence_fx.passes.graphs import location as _location
 from cadence_fx.passes.layout import give_layout, reads_layout
@@ -72,6 +73,7 @@ class GraphPlanner:
             self.verdict = Miss("data_dependent", "an int that is read off a tensor is a result")
         self._in_place: set[int] = set()
         self.resumes = site.resumes
+        self._inference = torch.is_inference_mode_enabled()
         (results,) = gm.graph.output_node().args
         self._shared = {i for i, out in enumerate(results) if site.times[getattr(out, "name", "")] > 1}  # type: ignore[arg-type]
         self._returned = {i.index for i in binding.inputs if i.name in site.returned_inputs}
@@ -79,6 +81,19 @@ class GraphPlanner:
     def itemsize(self, index: int) -> int:
         """Bytes of one element of a tensor input."""
         return int(self.gm.graph.find_nodes(op="placeholder")[index].meta["example_value"].element_size())
+
+    def predicted_carries(self) -> dict[tuple[Any, ...], int]:
+        """Bytes of the carry of each state, from the contract and the shapes Dynamo saw; keyed as carries are."""
+        placeholders = self.gm.graph.find_nodes(op="placeholder")
+        found = {}
+        for instance in self.binding.instances:
+            if instance.key in self.pairing.outputs:
+                shape, like = example_shape(placeholders[instance.index]), example_value(placeholders[instance.index])
+                rest = tuple(size for axis, size in enumerate(shape) if axis != instance.axis)
+                frames = 1 if instance.axis is None else instance.region.bound
+                key = (*instance.key, rest, like.dtype, like.device, self._inference)
+                found[key] = max(1, math.prod(rest) * frames) * like.element_size()
+        return found
 
     # -- planning -----------------------------------------------------------------------------------------------------
 
@@ -224,8 +239,7 @@ class GraphPlanner:
         try:
             rewritten = run_passes(aten, context, default_passes())
             plan.runs.append(("rewritten in place", rewritten.forward))
-            # The last pass has refused every operator that is tagged as drawing.
-            plan.draws = False if _all_known(aten.graph) else None
+            plan.draws = any(map(draws, aten.graph.nodes)) if all_known(aten.graph) else None
         except PassFailed as error:
             log.warning("%s: %s", program.ledger.name, error)
             plan.notes.append(str(error))
@@ -366,12 +380,6 @@ def _hopeless(binding: Binding) -> Miss | None:
                 "host_random", f"{entry.accessor or entry.name} is drawn from Python's random module on the host"
             )
     return None
-
-
-def _all_known(graph: fx.Graph) -> bool:
-    """Whether every operator is PyTorch's own, so that its tags tell whether it draws."""
-    calls = [node.target for node in graph.nodes if node.op == "call_function"]
-    return all(target is operator.getitem or getattr(target, "namespace", "") in ("aten", "prims") for target in calls)
 
 
 def key_of(plan: Plan, signature: dict[str, tuple[Any, ...]]) -> Any:

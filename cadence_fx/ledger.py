@@ -52,7 +52,7 @@ class Ledger:
     def begin_traffic(self) -> None:
         """Forget what warm-up itself did (its calls are not traffic); captures, refusals and their reasons stay."""
         self.replays = self.adoptions = self.evacuations = 0
-        for reason in self.misses:
+        for reason in self.misses.keys() - self.refusals.keys():
             self.details.pop(reason, None)
         self.misses.clear()
         self.latencies_us.clear()

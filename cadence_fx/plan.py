@@ -73,10 +73,12 @@ class Plan:
         mutated: indices of fixed or staged arguments the code writes and whose contents mean something afterwards.
         written: all indices of fixed or staged arguments the code writes, declared workspaces among them.
         regions: the states.
-        draws: whether the computation draws random numbers, as far as its graph tells; None when nothing is known, and
-            then the generators are watched while it runs.
-        watched: tensors that are no arguments and that the computation might write.
-        beside: of those, and of memory reached through them, what it was seen to write.
+        draws: whether the computation draws random numbers on its device, as far as its graph tells; None when nothing
+            is known, and then every source of randomness is watched while it runs.
+        generators: generators among the arguments.
+        owner: the plain callable, whose objects may be rebound while it runs; None for a graph.
+        beside: memory that is no argument and that the computation was seen to write.
+        compared: inputs on which the certificate has compared the class with eager; 0 before it.
         fingerprint: of the computation, with arguments by name: equal ones compute the same thing.
     """
 
@@ -89,9 +91,11 @@ class Plan:
     written: list[int] = dataclasses.field(default_factory=list)
     regions: list[RegionUse] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
+    compared: int = 0
     fingerprint: str | None = None
     draws: bool | None = None
-    watched: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    generators: list[torch.Generator] = dataclasses.field(default_factory=list)
+    owner: Any = None
     beside: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
     def predicted_bytes(self, args: Sequence[Any]) -> int:

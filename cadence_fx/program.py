@@ -9,7 +9,6 @@ book-keeping.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,6 +25,7 @@ from cadence_fx.contract import Contract
 from cadence_fx.errors import ContractError, UnknownArgument, WrongModule, unknown_name
 from cadence_fx.graph import GraphPlanner
 from cadence_fx.ledger import Ledger
+from cadence_fx.locks import new_lock
 from cadence_fx.paths import Origin
 from cadence_fx.plan import Miss
 from cadence_fx.recorder import DevicePool
@@ -62,7 +62,7 @@ class Program:
         self.name = name
         self.catalog = contract.catalog() if contract is not None else Catalog(())
         self.ledger = Ledger(name)
-        self.lock = threading.RLock()
+        self.lock = new_lock()
         self.graphs: list[tuple[GraphPlanner, ReplayTable]] = []
         self.carries: dict[CarryKey, Carry] = {}
         self.proofs: dict[tuple[str, int, int], str] = {}
@@ -213,10 +213,11 @@ class Program:
                 entry.replays = 0
 
     def unseal(self) -> None:
-        """A further warm-up (another mode, say) may capture."""
+        """A further warm-up (another mode, say) may capture, also what the last one had no memory for."""
         self.sealed = False
         for _, table in self.graphs:
             table.sealed = False
+            table.retry()
 
     def close(self) -> None:
         """Give up every class and every carry."""

@@ -7,11 +7,19 @@ per device.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+import contextlib
+import gc
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+
+from cadence_fx._torch import abandon_pool, own_workspaces, uncached_casts
+from cadence_fx.generators import default_generator
+from cadence_fx.ledger import log
+from cadence_fx.locks import new_lock
 
 Run = Callable[[], Sequence[Any]]
 
@@ -49,13 +57,17 @@ class HostRecording:
 
 
 class CudaRecording:
-    """A captured CUDA graph."""
+    """A captured CUDA graph.
+
+    A launch reads the state of the generators the graph was captured with and moves it on, as eager would.
+    """
 
     static_outputs = True
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Sequence[Any], nbytes: int) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Sequence[Any], nbytes: int, pool: DevicePool) -> None:
         self._graph = graph
         self._outputs = outputs
+        self._pool = pool
         self.nbytes = nbytes
         self._replay = graph.replay
         self.closed = False
@@ -69,20 +81,36 @@ class CudaRecording:
             self.closed = True
             self._outputs = ()
             self._graph.reset()
+            self._pool.live.discard(self)
+
+    def abandon(self) -> None:
+        """Never launch again, and leave alone what belongs to a CUDA context that this process does not have."""
+        self.closed = True
+        self._outputs = ()
+        _abandoned.append((self._graph, self._replay))
+
+
+_abandoned: list[Any] = []
 
 
 class DevicePool:
-    """Capture stream, private memory pool and lock of one CUDA device; all classes on the device share them."""
+    """Capture stream, private memory pool and lock of one CUDA device; all classes on the device share them.
+
+    Attributes:
+        live: recordings whose memory is in the pool. The allocator keeps a pool for as long as it has a user; the
+            handle of one without may not be used again.
+    """
 
     _pools: dict[torch.device, DevicePool] = {}
-    _guard = threading.Lock()
+    _guard = new_lock()
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         with torch.cuda.device(device):
             self.stream = torch.cuda.Stream(device)
             self.handle = torch.cuda.graph_pool_handle()
-        self.lock = threading.RLock()
+        self.lock = new_lock()
+        self.live: weakref.WeakSet[CudaRecording] = weakref.WeakSet()
 
     def reserved_bytes(self) -> int:
         """Device memory this pool holds, over all classes that share it."""
@@ -98,47 +126,135 @@ class DevicePool:
             return cls._pools[device]
 
     @classmethod
-    def discard(cls, device: torch.device) -> None:
-        """Forget one device's pool; classes captured in it live on, later ones get a new pool."""
-        with cls._guard:
-            cls._pools.pop(device, None)
-
-    @classmethod
     def teardown(cls) -> None:
         """Forget every pool; memory goes back once the graphs that used it are gone."""
         with cls._guard:
             cls._pools.clear()
 
+    # -- capturing ----------------------------------------------------------------------------------------------------
 
-def record(run: Run, device: torch.device) -> Recording:
+    def record(self, run: Run, generators: Sequence[torch.Generator]) -> CudaRecording:
+        """See `record`."""
+        current = torch.cuda.current_stream(self.device)
+        # The outer context puts the stream back where a capture that fails leaves its own current.
+        with self.lock, torch.cuda.device(self.device), torch.cuda.stream(current):
+            with uncached_casts():
+                self._warm(run, current)
+            if not self.live:
+                self.handle = torch.cuda.graph_pool_handle()
+            before = self.reserved_bytes()
+            states = [(generator, generator.clone_state()) for generator in self._registered(generators)]
+            graph = torch.cuda.CUDAGraph()
+            try:
+                outputs = self._capture(graph, run, generators)
+                torch.cuda.synchronize(self.device)
+                recording = CudaRecording(graph, outputs, self.reserved_bytes() - before, self)
+            except BaseException:
+                self._repair(graph, states)
+                raise
+            self.live.add(recording)
+            return recording
+
+    def _warm(self, run: Run, current: torch.cuda.Stream) -> None:
+        self.stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self.stream):
+                for _ in range(2):
+                    run()
+        finally:
+            current.wait_stream(self.stream)
+        torch.cuda.synchronize(self.device)
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, run: Run, generators: Sequence[torch.Generator]) -> Sequence[Any]:
+        for generator in self._registered(generators):
+            graph.register_generator_state(generator)
+        capture = torch.cuda.graph(graph, pool=self.handle, stream=self.stream, capture_error_mode="thread_local")
+        with uncached_casts(), own_workspaces(), _no_collection(), capture:
+            return run()
+
+    def _registered(self, generators: Sequence[torch.Generator]) -> list[torch.Generator]:
+        """The generators a graph of this device is captured with: the default one always is."""
+        default = default_generator(self.device)
+        return [default, *(generator for generator in generators if generator is not default)]
+
+    def _repair(self, graph: torch.cuda.CUDAGraph, states: Sequence[tuple[torch.Generator, torch.Generator]]) -> None:
+        """After a capture that failed at whatever point: nothing captures, and generators and pool are usable.
+
+        Generators stay marked as capturing, and every later draw would raise. A capture that succeeds takes the mark
+        off the very state object that the classes captured so far are bound to. Where not even that works, generators
+        get state objects that were never captured, and the classes, which have the old ones, are dropped.
+        """
+        with torch.cuda.stream(self.stream):
+            if torch.cuda.is_current_stream_capturing():
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+        abandon_pool(self.device, self.handle)
+        with contextlib.suppress(RuntimeError):
+            graph.reset()
+        try:
+            self._capture_nothing([generator for generator, _ in states])
+        except RuntimeError:
+            log.exception("the generators of %s could not be repaired; its classes are dropped", self.device)
+            for generator, state in states:
+                generator.graphsafe_set_state(state)
+            for recording in list(self.live):
+                recording.close()
+        for generator, state in states:
+            generator.set_state(state.get_state())
+
+    def _capture_nothing(self, generators: Sequence[torch.Generator]) -> None:
+        cell = torch.zeros(1, device=self.device)
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+            cell.zero_()
+        graph.reset()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without automatic garbage collection: what it finalises may call CUDA, which a capture does not survive."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def record(run: Run, device: torch.device, generators: Sequence[torch.Generator] = ()) -> Recording:
     """Record one execution of `run`, which reads and writes static tensors only.
 
-    On a GPU `run` executes twice before it is captured, on the capture stream (library handles, workspaces and plans
-    must exist before, outside the pool), so the caller restores whatever it mutates. The capture is in thread-local
+    On a GPU `run` executes twice before it is captured, on the capture stream (library handles and plans must exist
+    before), so the caller restores whatever it mutates. The capture is in thread-local
     error mode: another thread's CUDA work does not invalidate it.
+
+    Args:
+        generators: those `run` may draw from besides the default one of the device.
+
+    Raises:
+        Whatever `run` and the capture raise; generators, streams, allocator and the classes recorded before are then
+        as usable as they were.
     """
     if device.type != "cuda":
         return HostRecording(run)
-    pool = DevicePool.of(device)
-    generator = torch.cuda.default_generators[device.index or 0]
-    with pool.lock, torch.cuda.device(device):
-        pool.stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(pool.stream):
-            for _ in range(2):
-                run()
-        torch.cuda.current_stream(device).wait_stream(pool.stream)
-        torch.cuda.synchronize(device)
-        graph = torch.cuda.CUDAGraph()
-        before = pool.reserved_bytes()
-        state = generator.clone_state()
-        try:
-            with torch.cuda.graph(graph, pool=pool.handle, stream=pool.stream, capture_error_mode="thread_local"):
-                outputs = run()
-        except BaseException:
-            # A capture that fails leaves the generator registered as capturing (every later draw would raise) and its
-            # pool open: the generator gets a state object that was never captured, the next class a pool of its own.
-            generator.graphsafe_set_state(state)
-            DevicePool.discard(device)
-            raise
-        torch.cuda.synchronize(device)
-        return CudaRecording(graph, outputs, pool.reserved_bytes() - before)
+    return DevicePool.of(device).record(run, generators)
+
+
+def give_back(device: torch.device) -> None:
+    """After a capture that failed: what its tensors held can be used by everybody. Called once they are gone."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _forget_in_child() -> None:
+    """A forked child has no CUDA context: its calls are not launches, and eager says what is wrong with them."""
+    for pool in DevicePool._pools.values():
+        for recording in list(pool.live):
+            recording.abandon()
+    DevicePool._pools.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

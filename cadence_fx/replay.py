@@ -10,7 +10,6 @@ states and graphs of its own (`graph.GraphPlanner`).
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,28 +18,40 @@ import torch
 from cadence_fx._torch import tree_flatten, tree_unflatten
 from cadence_fx.capture import ReplayClass
 from cadence_fx.ledger import Ledger
+from cadence_fx.locks import new_lock
 from cadence_fx.plan import Miss, Plan
+from cadence_fx.python_state import Place, PythonState, held
 from cadence_fx.table import ReplayTable
 
 
 class PlainPlanner:
-    """Classes of a plain callable: no graph, no regions; what the callable does is recorded as it runs."""
+    """Classes of a plain callable: no graph, no regions; what the callable does is recorded as it runs.
+
+    Args:
+        owner: the user's own callable, of which `fn` is a flat form.
+        fixed, staged, generators: indices of aliased tensors, of the other ones, and of generators.
+    """
 
     def __init__(
         self,
         fn: Callable[..., Sequence[Any]],
+        owner: Callable[..., Any],
         fixed: list[int],
         staged: list[int],
+        generators: list[int],
         name: str,
-        buffers: list[torch.Tensor],
     ) -> None:
         self._fn = fn
+        self._owner = owner
         self._fixed = fixed
         self._staged = staged
+        self._generators = generators
         self._name = name
-        self._buffers = buffers
+        # Where generators live among the callable's attributes: replaced, they make another class.
+        self._places: list[Place] = []
 
     def plan(self, args: Sequence[Any]) -> Plan | Miss:
+        self._places = PythonState(self._owner).generators
         shapes = ", ".join(str(list(args[i].shape)) for i in self._staged)
         # Nothing is known of what the callable writes: every aliased tensor counts as written.
         return Plan(
@@ -51,12 +62,17 @@ class PlainPlanner:
             self._staged,
             mutated=list(self._fixed),
             written=list(self._fixed),
-            watched=self._buffers,
+            generators=[args[i] for i in self._generators],
+            owner=self._owner,
         )
 
     def key_part(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Aliased tensors are bound by pointer; their geometry is part of the signature all the same."""
-        return tuple((args[i].shape, args[i].stride(), args[i].dtype, args[i].device) for i in self._fixed)
+        """Aliased tensors are bound by pointer; their geometry is part of the signature all the same. Generators count
+        by identity."""
+        part: tuple[Any, ...] = tuple(
+            (args[i].shape, args[i].stride(), args[i].dtype, args[i].device) for i in self._fixed
+        )
+        return (*part, *(args[i] for i in self._generators), *map(held, self._places))
 
     def unknown(self, args: Sequence[Any]) -> Miss | None:
         return Miss("sealed", f"{self._name}: a signature that was not captured before the seal")
@@ -77,9 +93,9 @@ class ExactShapeReplay:
     For code that Dynamo cannot trace, and for measuring; `torch.compile(m, backend="cadence")` uses the same tables.
 
     Args:
-        fn: any callable of tensors, scalars and (nested) lists, tuples and dicts of them. On a GPU it must be
-        capturable:
-            no host reads, no allocation on other streams.
+        fn: any callable of tensors, scalars, generators and (nested) lists, tuples and dicts of them. On a GPU it must
+            be capturable: no host reads, no allocation on other streams. Its first call may build what later ones use
+            (a table, a buffer): that call runs eager. One that rebinds something in every call runs eager for good.
         aliased: the tensors among the arguments that are bound by pointer: never copied, and `fn` may write them. A
         call
             that brings another tensor in their place runs eager and drops the class.
@@ -103,11 +119,11 @@ class ExactShapeReplay:
         self._aliased = {id(t): t for t in aliased}
         self._max_classes = max_classes
         self._tables: dict[Any, ReplayTable] = {}
-        self._lock = threading.RLock()
+        self._lock = new_lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
-        key = spec, tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        key = spec, tuple(isinstance(leaf, (torch.Tensor, torch.Generator)) and type(leaf).__name__ for leaf in leaves)
         table = self._tables.get(key)
         if table is None:
             table = self._tables[key] = self._table(leaves, spec)
@@ -123,9 +139,10 @@ class ExactShapeReplay:
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         fixed = [i for i in tensors if id(leaves[i]) in self._aliased]
         staged = [i for i in tensors if i not in fixed]
-        scalars = [i for i in range(len(leaves)) if i not in set(tensors)]
-        device = next((leaves[i].device for i in tensors), torch.device("cpu"))
-        planner = PlainPlanner(flat_fn, fixed, staged, self.name, _buffers(self.fn))
+        generators = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Generator)]
+        scalars = [i for i in range(len(leaves)) if i not in {*tensors, *generators}]
+        device = _device([*(leaves[i] for i in (*tensors, *generators)), *PythonState(self.fn).tensors])
+        planner = PlainPlanner(flat_fn, self.fn, fixed, staged, generators, self.name)
         names = [f"leaf {i}" for i in range(len(leaves))]
         roles: tuple[list[int], ...] = ([], staged, scalars, fixed)
         return ReplayTable(planner, roles, names, device, self.ledger, self._max_classes, self._lock)  # type: ignore[arg-type]
@@ -139,6 +156,11 @@ class ExactShapeReplay:
         """The captured classes."""
         return [c for table in self._tables.values() for c in table.classes.values()]
 
+    @property
+    def refused(self) -> list[Miss]:
+        """The signatures that were refused for good, and why."""
+        return [miss for table in self._tables.values() for miss in table.refused.values()]
+
     def seal(self) -> None:
         """Count every later capture as a late one."""
         for table in self._tables.values():
@@ -150,8 +172,6 @@ class ExactShapeReplay:
             table.clear()
 
 
-def _buffers(fn: Callable[..., Any]) -> list[torch.Tensor]:
-    """Buffers of the modules a callable is, belongs to or closes over; some kernels write them without saying so."""
-    cells = [cell.cell_contents for cell in getattr(fn, "__closure__", None) or ()]
-    owners = [fn, getattr(fn, "__self__", None), *cells]
-    return [buffer for owner in owners if isinstance(owner, torch.nn.Module) for buffer in owner.buffers()]
+def _device(values: Sequence[Any]) -> torch.device:
+    """Where a callable of these runs: the first accelerator among them, or the CPU."""
+    return next((value.device for value in values if value.device.type != "cpu"), torch.device("cpu"))

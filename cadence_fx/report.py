@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cadence_fx._table import aligned
 from cadence_fx.capture import ReplayClass
+from cadence_fx.effects import DEVICE_RANDOM, PURE, REFUSED
 from cadence_fx.graph import GraphPlanner
 from cadence_fx.lookup import program_of
+from cadence_fx.plan import Miss
 from cadence_fx.program import Program
 from cadence_fx.replay import ExactShapeReplay
 
@@ -49,7 +52,7 @@ def report(compiled: Any) -> Report:
         return Report(
             _counts(compiled.ledger)
             | {"name": compiled.name, "classes": len(compiled.classes)}
-            | _class_facts(compiled.classes)
+            | _class_facts(compiled.classes, compiled.refused)
         )
     program = program_of(compiled, "report")
     classes = _distinct(c for _, table in program.graphs for c in table.classes.values())
@@ -68,7 +71,9 @@ def report(compiled: Any) -> Report:
         },
         "bytes": _bytes(program, classes),
     }
-    return Report(facts | _class_facts(classes))
+    return Report(
+        facts | _class_facts(classes, [miss for _, table in program.graphs for miss in table.refused.values()])
+    )
 
 
 def _distinct(entries: Iterable[ReplayClass]) -> list[ReplayClass]:
@@ -97,19 +102,25 @@ def _counts(ledger: Any) -> dict[str, Any]:
     }
 
 
-def _class_facts(classes: list[ReplayClass]) -> dict[str, Any]:
+def _class_facts(classes: list[ReplayClass], refused: Sequence[Miss]) -> dict[str, Any]:
+    verdicts = Counter(c.effects.verdict for c in classes) + Counter({REFUSED: len(refused)})
     return {
+        "effects": {verdict: verdicts[verdict] for verdict in (PURE, DEVICE_RANDOM, REFUSED)},
+        "refused_classes": [{"effects": REFUSED, "reason": m.reason, "detail": m.detail} for m in refused],
         "class_table": [
             {
                 "class": c.plan.label,
+                "effects": c.effects.verdict,
+                "draws": list(c.effects.draws),
                 "replays": c.replays,
                 "capture_seconds": round(c.capture_seconds, 3),
                 "staging_bytes": c.staging_bytes,
                 "pool_bytes": c.recording.nbytes,
+                "compared_inputs": c.plan.compared,
                 "notes": list(c.plan.notes),
             }
             for c in classes
-        ]
+        ],
     }
 
 
@@ -120,12 +131,14 @@ def _captured_entries(program: Program) -> set[str]:
 def _bytes(program: Program, classes: list[ReplayClass]) -> dict[str, int]:
     """The paper's equation (6): staged inputs of every class, plus each region's storage once."""
     workspaces: dict[str, int] = {}
+    carries: dict[tuple[Any, ...], int] = {}
     for planner, _ in program.graphs:
         workspaces.update(_workspaces(program, planner))
+        carries.update(planner.predicted_carries())
     return {
         "predicted_staging": sum(c.staging_bytes for c in classes),
         "measured_staging": sum(b.untyped_storage().nbytes() for c in classes for b in c.buffers),
-        "predicted_carries": sum(c.nbytes for c in program.carries.values()),
+        "predicted_carries": sum(carries.values()),
         "measured_carries": sum(c.flat.untyped_storage().nbytes() for c in program.carries.values()),
         "workspaces": sum(workspaces.values()),
         "pool": sum(c.recording.nbytes for c in classes),
@@ -151,6 +164,10 @@ def _size(count: int) -> str:
     return f"{count} B"
 
 
+def _inputs(count: int) -> str:
+    return "1 input" if count == 1 else f"{count} inputs"
+
+
 def _text(facts: dict[str, Any]) -> str:
     lines = [
         f"{facts['name']}: {facts['classes']} classes"
@@ -172,10 +189,12 @@ def _text(facts: dict[str, Any]) -> str:
         lines.append(f"  bytes: {figures}")
     if facts["latency_us"]:
         lines.append("  host time of a call (us): " + ", ".join(f"{k} {v:.1f}" for k, v in facts["latency_us"].items()))
-    rows = [("class", "replays", "capture s", "staging", "pool")]
+    lines.append("  classes: " + ", ".join(f"{count} {verdict}" for verdict, count in facts["effects"].items()))
+    rows = [("class", "effects", "replays", "capture s", "staging", "pool")]
     rows += [
         (
             c["class"],
+            c["effects"],
             str(c["replays"]),
             f"{c['capture_seconds']:.2f}",
             _size(c["staging_bytes"]),
@@ -184,6 +203,10 @@ def _text(facts: dict[str, Any]) -> str:
         for c in facts["class_table"]
     ]
     lines += aligned(rows, indent="  ")
+    compared = Counter(c["compared_inputs"] for c in facts["class_table"])
+    if compared:
+        each = ", ".join(f"{classes} on {_inputs(inputs)}" for inputs, classes in sorted(compared.items()))
+        lines.append(f"  classes compared with eager: {each}")
     if facts.get("retention"):
         proved = sum(verdict == "proved" for verdict in facts["retention"].values())
         lines.append(f"  retention: {proved} of {len(facts['retention'])} proved")

@@ -10,6 +10,7 @@ from cadence_fx import paths
 from cadence_fx.errors import ContractError, UnknownArgument
 from cadence_fx.lookup import program_of
 from cadence_fx.program import Program
+from cadence_fx.turns import turn_on
 
 
 def restore(compiled: Any, **states: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -46,6 +47,7 @@ def _placed(program: Program, accessor: str, state: torch.Tensor) -> torch.Tenso
     path, mode = paths.parse(accessor), torch.is_inference_mode_enabled()
     for (_, where, _, _, _, inference), carry in program.carries.items():
         if where == path and inference == mode and carry.takes(state):
-            loaded = carry.load(state)
+            with turn_on(carry.flat.device, program.lock), program.lock:
+                loaded = carry.load(state)
             return loaded if loaded is not None else state.to(carry.flat.device, copy=True)
     return state

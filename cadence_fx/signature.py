@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cadence_fx._torch import AMBIENT, ambient_state
+from cadence_fx._torch import ambient_names, ambient_state
 
 # Vectorised kernels look at most at this alignment, in bytes; the allocator gives every fresh tensor at least as much.
 ALIGNMENT = 16
@@ -80,14 +80,12 @@ def call_key(
     Raises:
         Unkeyable: a scalar argument is not a plain value.
     """
-    key: list[Any] = [ambient_state(device_type)]
-    for i in regions:
-        key.append(region_key(args[i]))
-    for i in staged:
-        key.append(tensor_key(args[i]))
-    for i in scalars:
-        key.append(scalar_key(args[i]))
-    return tuple(key)
+    return (
+        ambient_state(device_type),
+        *[region_key(args[i]) for i in regions],
+        *[tensor_key(args[i]) for i in staged],
+        *[scalar_key(args[i]) for i in scalars],
+    )
 
 
 def compare(known: dict[str, tuple[Any, ...]], found: dict[str, tuple[Any, ...]]) -> tuple[str, str] | None:
@@ -100,7 +98,7 @@ def compare(known: dict[str, tuple[Any, ...]], found: dict[str, tuple[Any, ...]]
         if other is None or other == key:
             continue
         if name == "":
-            changed = [what for what, a, b in zip(AMBIENT, key, other, strict=False) if a != b]
+            changed = [what for what, a, b in zip(ambient_names(key), key, other, strict=True) if a != b]
             return "mode", f"{' and '.join(changed)} not as it was when classes were captured"
         for mine, theirs, reason in zip(key, other, _PARTS[len(key)], strict=True):
             if mine != theirs:

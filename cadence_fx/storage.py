@@ -37,22 +37,21 @@ class Generation:
         self.storage = another_storage(flat)
         self.identity: int = self.storage._cdata
         self._flat = flat
-        self._views: dict[tuple[int, ...], torch.Tensor] = {}
+        self._views: dict[int, torch.Tensor] = {}
 
-    def view(self, like: torch.Tensor) -> torch.Tensor:
-        """A new tensor of this generation with the shape and strides of `like`."""
-        shape = tuple(like.shape)
-        view = self._views.get(shape)
+    def view(self, extent: int, like: torch.Tensor) -> torch.Tensor:
+        """A new tensor of this generation at an extent, with the shape and strides of `like`."""
+        view = self._views.get(extent)
         if view is None:
             view = torch.empty(0, dtype=like.dtype, device=like.device)
-            view.set_(self.storage, 0, shape, like.stride())  # type: ignore[call-overload]
-            self._views[shape] = view
+            view.set_(self.storage, 0, like.shape, like.stride())  # type: ignore[call-overload]
+            self._views[extent] = view
         return view.detach()
 
     @property
     def users(self) -> int:
         """Tensors outside that use it."""
-        return storage_users(self.storage) - len(self._views)
+        return storage_users(self.identity) - len(self._views)
 
 
 class Carry:
@@ -83,6 +82,7 @@ class Carry:
         self.pointer = self.flat.data_ptr()
         self.extent: int | None = None
         self.layout: Layout = None
+        self._contents: torch.Size | None = None  # shape of the current contents
         self._views: dict[int, torch.Tensor] = {}
         self._generation: Generation | None = None
         self._handed: weakref.ref[torch.Tensor] | None = None
@@ -134,8 +134,7 @@ class Carry:
         """
         storage = tensor.untyped_storage()
         if self._generation is not None and storage._cdata == self._generation.identity:
-            whole = self.extent is not None and list(tensor.shape) == self.shape(self.extent)
-            return whole and tensor.storage_offset() == 0 and tensor.is_contiguous()
+            return tensor.shape == self._contents and tensor.storage_offset() == 0 and tensor.is_contiguous()
         if storage.data_ptr() == self.pointer:
             raise StaleState(self.name)
         return False
@@ -175,7 +174,7 @@ class Carry:
             if self._generation.users:
                 return False
         self._retire()
-        self.extent = None
+        self.extent = self._contents = None
         return True
 
     def _stands(self) -> torch.Tensor | None:
@@ -230,14 +229,14 @@ class Carry:
         return fresh
 
     def _describe(self, extent: int, layout: Layout) -> None:
-        self.extent, self.layout = extent, layout
+        self.extent, self.layout, self._contents = extent, layout, self.view(extent).shape
         if layout is not None:
             self._ledger.layouts = True
 
     def _issue(self, extent: int) -> torch.Tensor:
         """A new generation over the current contents."""
         self._generation = self._idle.pop() if self._idle else Generation(self.flat)
-        return self._generation.view(self.view(extent))
+        return self._generation.view(extent, self.view(extent))
 
     def _retire(self) -> None:
         """The current generation is consumed; it is remembered for as long as anybody holds it."""
@@ -245,8 +244,10 @@ class Carry:
             self._earlier.append(self._generation)
             self._generation = self._handed = None
         if self._earlier:
-            self._idle += [generation for generation in self._earlier if not generation.users]
-            self._earlier = [generation for generation in self._earlier if generation.users]
+            held = [generation for generation in self._earlier if generation.users]
+            if len(held) < len(self._earlier):
+                self._idle += [generation for generation in self._earlier if generation not in held]
+                self._earlier = held
 
     def load(self, tensor: torch.Tensor, layout: Layout = None) -> torch.Tensor | None:
         """Take a state from anywhere; returns the tensor that stands for it, or None when the carry is not free.

@@ -16,9 +16,11 @@ from cadence_fx.capture import ReplayClass, capture, overlap, unfit
 from cadence_fx.errors import CadenceError
 from cadence_fx.ledger import Ledger, log
 from cadence_fx.outputs import hand_out
-from cadence_fx.plan import WATCHED, Miss, Planner
+from cadence_fx.plan import WATCHED, Miss, Plan, Planner
+from cadence_fx.recorder import give_back
 from cadence_fx.signature import Unkeyable, call_key
 from cadence_fx.switch import is_off
+from cadence_fx.turns import turn_on
 
 # Invalidations by one argument after which a table stops capturing: it is unlikely to be the last.
 _RESTLESS = 3
@@ -56,8 +58,10 @@ class ReplayTable:
         self.max_classes = max_classes
         self.classes: dict[tuple[Any, ...], ReplayClass] = {}
         self.refused: dict[tuple[Any, ...], Miss] = {}
+        self._begun: set[tuple[Any, ...]] = set()
         self.sealed = False
         self._lock = lock
+        self._turn = turn_on(device, lock)
         self._moves: dict[int, int] = {}
         self._tensors = sorted([*self.regions, *self.staged, *self.fixed])
 
@@ -65,7 +69,7 @@ class ReplayTable:
 
     def __call__(self, args: Sequence[Any]) -> Any:
         start = time.perf_counter_ns()
-        with self._lock:
+        with self._turn, self._lock:
             result = self._call(args)
         self.ledger.latencies_us.append((time.perf_counter_ns() - start) / 1e3)
         return result
@@ -81,10 +85,13 @@ class ReplayTable:
         if entry is None or entry.recording.closed:
             answer = self._consider(key, args)
             if isinstance(answer, Miss):
-                return self._miss(args, answer)
+                result = self._miss(args, answer)
+                if answer.reason == "initialises":
+                    self._consider(key, args)  # what the first call leaves behind is there now, for the next one
+                return result
             entry = answer
         elif not pointers_equal(args, entry.pointers, entry.plan.fixed):
-            return self._moved(key, entry, args)
+            return self._moved(entry, args)
         if entry.written or entry.copy_back:
             shared = overlap(entry.plan, entry.written, args, self.names)
             if shared is not None:
@@ -123,16 +130,17 @@ class ReplayTable:
     def _needs_grad(self, args: Sequence[Any]) -> bool:
         return any(args[i].requires_grad for i in self._tensors)
 
-    def _moved(self, key: tuple[Any, ...], entry: ReplayClass, args: Sequence[Any]) -> Any:
-        """A tensor bound by pointer is elsewhere now: drop the class and serve this call eager.
+    def _moved(self, entry: ReplayClass, args: Sequence[Any]) -> Any:
+        """A tensor bound by pointer is elsewhere now: drop the classes that have the old one; this call runs eager.
 
         The next call captures anew, unless the tensor keeps moving: then it is state that nobody declared.
         """
         moved = next(i for i in entry.plan.fixed if args[i].data_ptr() != entry.pointers[i])
         name = self.names[moved]
         self._moves[moved] = self._moves.get(moved, 0) + 1
-        self.ledger.invalidate("address", f"{name} moved")
-        self.drop(key)
+        for key in [key for key, each in self.classes.items() if each.pointers[moved] != args[moved].data_ptr()]:
+            self.ledger.invalidate("address", f"{name} moved")
+            self.drop(key)
         return self._miss(args, Miss("address", f"{name} is not where it was captured"))
 
     def _restless(self) -> Miss | None:
@@ -152,6 +160,7 @@ class ReplayTable:
         for key in list(self.classes):
             self.drop(key)
         self.refused.clear()
+        self._begun.clear()
 
     def _consider(self, key: tuple[Any, ...], args: Sequence[Any]) -> ReplayClass | Miss:
         """Capture a class for a signature that has none, or say why not."""
@@ -176,21 +185,14 @@ class ReplayTable:
                 "too_many_classes",
                 f"the table holds its limit of {self.max_classes} classes; raise Contract.max_classes to allow more",
             )
-        problem = unfit(plan, args, self.names)
+        problem = unfit(plan, args, self.names, self.device)
         if problem is not None:
             return problem
         twin: ReplayClass | None = self.planner.twin(plan, args, key)
         if twin is not None:
             self.classes[key] = twin
             return twin
-        try:
-            entry = capture(plan, args, self.names, self.device, self.ledger)
-        except CadenceError:
-            raise
-        except Exception as error:  # a failed capture is a refusal of this class alone, whatever went wrong in it
-            log.exception("%s: capture of %s failed", self.ledger.name, plan.label)
-            what = f"{plan.label}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            entry = Miss("capture_failed", what, lasting=True)
+        entry = self._capture(key, plan, args)
         if isinstance(entry, Miss):
             return self._refuse(key, entry) if entry.lasting else entry
         self.classes[key] = entry
@@ -202,10 +204,47 @@ class ReplayTable:
             log.warning("%s: class %s captured after the seal", self.ledger.name, plan.label)
         return entry
 
+    def _capture(self, key: tuple[Any, ...], plan: Plan, args: Sequence[Any]) -> ReplayClass | Miss:
+        """Capture; whatever fails in it is a refusal of this class alone."""
+        try:
+            entry = capture(plan, args, self.names, self.device, self.ledger)
+        except CadenceError:
+            raise
+        except Exception as error:
+            log.exception("%s: capture of %s failed", self.ledger.name, plan.label)
+            entry = _failed(plan.label, error)
+        if isinstance(entry, Miss) and entry.reason in ("capture_failed", "out_of_memory"):
+            give_back(self.device)
+        if isinstance(entry, Miss) and entry.reason == "initialises":
+            if key in self._begun:
+                return Miss("mutates_state", f"{entry.detail}, and so does the next one", lasting=True)
+            self._begun.add(key)
+        return entry
+
+    def retry(self) -> None:
+        """Classes that were refused for want of memory may be tried again."""
+        self.refused = {key: miss for key, miss in self.refused.items() if miss.reason != "out_of_memory"}
+
     def _refuse(self, key: tuple[Any, ...], miss: Miss) -> Miss:
         self.ledger.refuse(miss.reason, miss.detail)
         self.refused[key] = miss
         return miss
+
+
+def _failed(label: str, error: BaseException) -> Miss:
+    """The refusal that a failed capture is. What ended a capture is often the cause of the error that ending it
+    raises."""
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    first = next((each for each in chain if isinstance(each, torch.OutOfMemoryError)), None)
+    if first is not None:
+        return Miss("out_of_memory", f"{label}: {_line(first)}", lasting=True)
+    return Miss("capture_failed", f"{label}: {type(chain[-1]).__name__}: {_line(chain[-1])}", lasting=True)
+
+
+def _line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else ""
 
 
 def _launch_or_restore(entry: ReplayClass) -> Sequence[Any]:

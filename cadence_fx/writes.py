@@ -1,7 +1,10 @@
-"""What a callable of which nothing is known writes: seen by watching it run once.
+"""What a callable of which nothing is known does to the world: seen by watching it run once.
 
 Bytes that happen to stay the same do not show a write, so every operator is asked for its schema. Memory that is not
-among the arguments is saved before it is written for the first time, and can be put back.
+among the arguments is saved before it is written for the first time, and generators before they are first given to an
+operator; both can be put back. What cannot be put back, a message to another process, is stopped before it is sent.
+
+Only operators are seen. A `print`, a file, a clock or a lock leaves no trace here.
 """
 
 from __future__ import annotations
@@ -10,27 +13,46 @@ from typing import Any
 
 import torch
 
-from cadence_fx._torch import TorchDispatchMode
+from cadence_fx._torch import TorchDispatchMode, same_generator
+from cadence_fx.generators import Generators
+from cadence_fx.passes.effects import is_collective, reads_value
+
+
+class Stopped(BaseException):
+    """The run was ended before an operator whose effect could not be undone; the message names the operator.
+
+    No `Exception`, so that code which catches those does not go on after it.
+    """
 
 
 class WriteWatcher(TorchDispatchMode):
-    """Collects the storage addresses that operators write while the mode is on.
+    """Watches the operators that run while the mode is on.
 
     Attributes:
         written: addresses of all written storages.
+        generators: each generator that an operator was given, with its state before the first one.
+        reads: the first operator that made the host wait for a value; None when there was none.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.written: set[int] = set()
+        self.generators: list[tuple[torch.Generator, torch.Tensor]] = []
+        self.reads: str | None = None
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._made: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if is_collective(func):
+            raise Stopped(str(func))
+        if self.reads is None and reads_value(func):
+            self.reads = str(func)
         for i, argument in enumerate(func._schema.arguments):
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            if isinstance(value, torch.Generator) and not any(same_generator(value, g) for g, _ in self.generators):
+                self.generators.append((value, value.get_state()))
             if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[i] if i < len(args) else kwargs.get(argument.name)
                 for tensor in value if isinstance(value, (list, tuple)) else [value]:
                     if isinstance(tensor, torch.Tensor):
                         self._note(tensor)
@@ -51,7 +73,14 @@ class WriteWatcher(TorchDispatchMode):
         """The bytes of every storage that was written and not made while the mode was on."""
         return [memory for memory, _ in self._saved.values()]
 
-    def put_back(self) -> None:
-        """Everything written is as it was."""
+    def put_back(self, known: Generators) -> None:
+        """Everything written is as it was, and every generator seen that nobody else looks after.
+
+        Args:
+            known: generators that are put back elsewhere.
+        """
         for memory, before in self._saved.values():
             memory.copy_(before)
+        for generator, state in self.generators:
+            if not known.knows(generator):
+                generator.set_state(state)

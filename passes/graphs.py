@@ -11,6 +11,7 @@ import torch.fx as fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
+    "ALLOCATIONS",
     "GraphFacts",
     "OpOverload",
     "bound_args",
@@ -39,6 +40,15 @@ _ALIASES_BY_VALUE = {
     aten.to.device,
     aten.to.dtype_layout,
     aten.to.other,
+}
+
+# Operators that return memory without giving it contents.
+ALLOCATIONS = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
 }
 
 

@@ -1,8 +1,10 @@
 """The last look at a graph before it is recorded: can it be replayed at all?
 
 A recorder replays kernels on fixed addresses. What reads a value on the host, depends on a size not yet known, copies
-from host memory, draws random numbers, or writes memory that is neither declared nor made in the graph would be frozen
-as it was when recorded, silently. Each is refused by name. The graph is not changed.
+from host memory, draws a random number on the host of an accelerator, or writes memory that is neither declared nor
+made in the graph would be frozen as it was when recorded, silently. Each is refused by name. The graph is not changed.
+
+What is drawn on the device is no obstacle: its kernels read the state of the generator in each launch.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch.fx as fx
 
 from cadence_fx.errors import NotCapturable
 from cadence_fx.passes.base import PassContext, PassResult
+from cadence_fx.passes.effects import draws, is_collective, keeps_own_randomness, reads_value
 from cadence_fx.passes.fold_host_constants import leaves_host
 from cadence_fx.passes.graphs import GraphFacts, OpOverload, bound_args, location, may_write
 from cadence_fx.passes.movement import INDEXED, TRANSFERS
@@ -23,7 +26,6 @@ from cadence_fx.passes.movement import INDEXED, TRANSFERS
 __all__ = ["VerifyCapturable"]
 
 aten = torch.ops.aten
-_COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"}
 # Reads that no tag tells of.
 _HOST_READS = {aten.is_nonzero.default, aten.where.default, aten.tensor_split.tensor_indices_or_sections}
 
@@ -42,12 +44,13 @@ class VerifyCapturable:
     def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
         facts = GraphFacts(gm.graph)
         allowed = _writable(gm.graph, facts, ctx)
+        accelerated = any(_is_accelerated(node) for node in gm.graph.nodes)
         for node in gm.graph.nodes:
-            if (reason := self._refusal(node, facts, allowed)) is not None:
+            if (reason := self._refusal(node, facts, allowed, accelerated)) is not None:
                 raise NotCapturable(reason, node.name, location(node))
         return PassResult(gm, False)
 
-    def _refusal(self, node: fx.Node, facts: GraphFacts, allowed: set[fx.Node]) -> str | None:
+    def _refusal(self, node: fx.Node, facts: GraphFacts, allowed: set[fx.Node], accelerated: bool) -> str | None:
         if _is_symbolic(node):
             return "symbolic_size"
         if node.op in ("call_module", "call_method"):
@@ -57,12 +60,14 @@ class VerifyCapturable:
         if not isinstance(node.target, OpOverload):
             # Switches of a mode (gradients, autocast) take no tensor and launch nothing.
             return "opaque_call" if node.all_input_nodes else None
-        if node.target.namespace in _COLLECTIVES:
+        if is_collective(node.target):
             return "collective"
         if _reads_host(node):
             return "host_read"
-        if _draws_random(node):
+        if accelerated and keeps_own_randomness(node):
             return "draws_random"
+        if accelerated and draws(node) and not _is_accelerated(node):
+            return "host_random"
         for source, target in _transfers(node):
             if self._crosses(source, target):
                 return "host_copy"
@@ -101,14 +106,14 @@ def _is_symbolic(node: fx.Node) -> bool:
 def _reads_host(node: fx.Node) -> bool:
     """Whether the host needs a value to go on: it is read as a number, or decides the shape of the result."""
     target: Any = node.target
-    if target in _HOST_READS or torch.Tag.data_dependent_output in target.tags:
+    if target in _HOST_READS:
         return True
     if target in INDEXED:  # a mask is turned into positions, whose number the host must know
         masks = [index for index in bound_args(node)["indices"] if index is not None and _is_mask(index)]
         return bool(masks) and not (len(masks) == 1 and _fills(node))
     if target in (aten.repeat_interleave.self_Tensor, aten.repeat_interleave.Tensor):
         return bound_args(node)["output_size"] is None
-    return torch.Tag.dynamic_output_shape in target.tags
+    return reads_value(target)
 
 
 def _is_mask(index: fx.Node) -> bool:
@@ -122,14 +127,11 @@ def _fills(node: fx.Node) -> bool:
     return written is not None and written.numel() == 1 and written.device.type == "cpu" and not values["accumulate"]
 
 
-def _draws_random(node: fx.Node) -> bool:
-    target: Any = node.target
-    if torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    values = bound_args(node)
-    off = any(values.get(name, True) is False for name in ("train", "training"))
-    never = any(name in values and values[name] == 0 for name in ("dropout_p", "dropout", "p"))
-    return not (off or never)
+def _is_accelerated(node: fx.Node) -> bool:
+    """Whether the value of a node, or one of several, is on an accelerator."""
+    val = node.meta.get("val")
+    tensors = val if isinstance(val, (list, tuple)) else [val]
+    return any(isinstance(t, torch.Tensor) and t.device.type != "cpu" for t in tensors)
 
 
 def _transfers(node: fx.Node) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -102,3 +102,23 @@ class Pair:
     def missed(self) -> Counter[str]:
         """Calls that ran eager since the warm-up, by reason."""
         return Counter(counts(self.step)["misses"]) - Counter(self.before["misses"])
+
+
+def check_stream(stream: Stream, device: str = "cpu") -> None:
+    """Every turn of a stream with its flushes: bytes, addresses, and that each call is the replay of a class."""
+    pair = Pair(stream, device)
+    for turn, calls in enumerate(TURNS):
+        if turn:
+            pair.restart(turn, everything=False)
+        for _ in range(calls - 1):
+            pair.call()
+        pair.call(stream.flushes[turn % len(stream.flushes)] if stream.flushes else None)
+    pair.check_kept()
+    moved = {name: len(seen) for name, seen in pair.addresses.items() if len(seen) > 1}
+    assert not moved, f"regions seen at several addresses: {moved}"
+    assert pair.missed() == Counter()
+    assert pair.since("late_captures") == 0
+    assert pair.since("captures") == 0
+    assert pair.since("replays") == sum(TURNS)
+    sizes = counts(pair.step)["bytes"]
+    assert sizes["predicted_carries"] == sizes["measured_carries"] > 0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import cadence_fx
-from tests.harness import MODES, TURNS, Pair
+from tests.harness import MODES, Pair, check_stream
 from tests.streams import BY_NAME, STREAMS, Stream, declared, visits
 from tests.toys import BufferShift
 
@@ -24,20 +24,7 @@ def test_catalog_is_what_the_eager_module_visits(stream: Stream) -> None:
 @pytest.mark.parametrize("stream", STREAMS, ids=lambda s: s.name)
 def test_stream_equals_eager(stream: Stream, mode: str) -> None:
     with MODES[mode]():
-        pair = Pair(stream)
-        for turn, calls in enumerate(TURNS):
-            if turn:
-                pair.restart(turn, everything=False)
-            for _ in range(calls - 1):
-                pair.call()
-            pair.call(stream.flushes[turn % len(stream.flushes)] if stream.flushes else None)
-        pair.check_kept()
-        moved = {name: len(seen) for name, seen in pair.addresses.items() if len(seen) > 1}
-        assert not moved, f"regions seen at several addresses: {moved}"
-        assert pair.missed() == Counter()
-        assert pair.since("late_captures") == 0
-        assert pair.since("captures") == 0
-        assert pair.since("replays") == sum(TURNS)
+        check_stream(stream)
 
 
 @pytest.mark.parametrize("name", ["Rebound", "BufferShift", "RingByIndex", "LayerAttributes"])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import cadence_fx
 from cadence_fx.recorder import DevicePool
 from cadence_fx.storage import Carry
-from tests.harness import MODES, TURNS, Pair, assert_same
+from tests.harness import MODES, Pair, assert_same, check_stream
 from tests.streams import BY_NAME, STREAMS, Stream
 
 pytestmark = pytest.mark.gpu
@@ -23,18 +23,7 @@ DEVICE = "cuda"
 @pytest.mark.parametrize("stream", STREAMS, ids=lambda s: s.name)
 def test_stream_equals_eager(stream: Stream, mode: str) -> None:
     with MODES[mode]():
-        pair = Pair(stream, DEVICE)
-        for turn, calls in enumerate(TURNS):
-            if turn:
-                pair.restart(turn, everything=False)
-            for _ in range(calls - 1):
-                pair.call()
-            pair.call(stream.flushes[turn % len(stream.flushes)] if stream.flushes else None)
-        pair.check_kept()
-        assert all(len(seen) == 1 for seen in pair.addresses.values())
-        assert pair.missed() == Counter()
-        assert pair.since("captures") == 0
-        assert pair.since("replays") == sum(TURNS)
+        check_stream(stream, DEVICE)
 
 
 @pytest.mark.parametrize("name", ["PromptAppend", "BufferShift", "RingByIndex", "SolverWorkspace"])
@@ -106,6 +95,16 @@ def test_a_consumer_on_another_stream_reads_what_it_was_given() -> None:
         side.synchronize()
         for i, (found, expected) in enumerate(copies):
             assert_same(found, expected, f"output {i}")
+
+
+def test_an_output_kept_through_a_conversion_that_does_nothing() -> None:
+    """A2: `.to()` of the same dtype is the same memory, and the next replay must not write it."""
+    replay = cadence_fx.ExactShapeReplay(lambda x: x * 2)
+    inputs = [torch.randn(8, device=DEVICE) for _ in range(4)]
+    held = [(y := replay(x)).to(y.dtype) for x in inputs]
+    for x, found in zip(inputs, held, strict=True):
+        assert_same(found, x * 2, "kept output")
+    assert replay.ledger.replays == 4
 
 
 def test_warm_up_beside_another_threads_cuda_work() -> None:

@@ -133,8 +133,27 @@ def test_statistics_of_a_normalisation_are_writes() -> None:
 
 
 @pytest.mark.parametrize("draw", [torch.rand_like, lambda x: F.dropout(x, 0.5, True), torch.bernoulli])
-def test_random_numbers(draw: Callable[[Tensor], Tensor]) -> None:
-    assert refusal(trace(lambda x: (draw(x.sigmoid()),), X)) == "draws_random"
+def test_random_numbers_of_the_device(draw: Callable[[Tensor], Tensor]) -> None:
+    accept(lambda x: (draw(x.sigmoid()),), X)
+
+
+def test_random_numbers_of_the_host_beside_a_device() -> None:
+    """The launch would hold the numbers of its capture. `meta` stands for a device here."""
+    gm = trace(lambda x: (x + 1, torch.rand(2)), X)
+    accept(lambda x: (x + 1, torch.rand(2)), X)
+    next(node for node in gm.graph.nodes if node.op == "placeholder").meta["val"] = torch.empty(2, 4, device="meta")
+    assert refusal(gm) == "host_random"
+
+
+def test_random_numbers_that_no_generator_gives() -> None:
+    """Dropout between recurrent layers, on a device: the library has a state of its own."""
+    layer = torch.nn.LSTM(4, 4, num_layers=2, dropout=0.5).train()
+    gm = trace(lambda x: (layer(x)[0],), X)
+    assert not VerifyCapturable()(gm, PassContext()).modified
+    for node in gm.graph.nodes:
+        if isinstance(value := node.meta.get("val"), Tensor):
+            node.meta["val"] = value.to("meta")
+    assert refusal(gm) == "draws_random"
 
 
 def test_dropout_that_does_nothing() -> None:

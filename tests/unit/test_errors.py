@@ -50,6 +50,11 @@ EXAMPLES: list[tuple[CadenceError, str, list[str]]] = [
         ["call 7", "region 'cache'", "[3:5] of axis 2", "00 01", "00 02"],
     ),
     (errors.NotCapturable("reads_host", "item", "m.py:3"), "reads_host", ["'item'", "m.py:3", "reads_host"]),
+    (
+        errors.SetTooLate("CUBLAS_WORKSPACE_CONFIG", ":4096:8", None),
+        "set_too_late",
+        ["CUBLAS_WORKSPACE_CONFIG=:4096:8", "not set", "before the first use of a GPU"],
+    ),
     (errors.NotCompiled("report", print), "not_compiled", ["report()", "torch.compile", "builtin_function"]),
     (
         errors.PassFailed("fold", ["prove", "lift"], ValueError("bad node")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 import pytest
 
@@ -60,3 +61,13 @@ def test_quantiles_of_recent_calls() -> None:
     ledger = Ledger("decoder")
     ledger.latencies_us.extend(float(n) for n in range(1, 102))
     assert ledger.quantiles_us() == {"p50": 51.0, "p95": 96.0, "p99": 100.0}
+
+
+def test_warm_up_is_forgotten_and_why_classes_were_refused_is_not() -> None:
+    ledger = Ledger("test")
+    ledger.refuse("host_read", "model.py:3")
+    ledger.miss("host_read", "model.py:3")
+    ledger.miss("stride", "x")
+    ledger.begin_traffic()
+    assert not ledger.misses and ledger.refusals == Counter(host_read=1)
+    assert set(ledger.details) == {"host_read"} and "model.py:3" in ledger.details["host_read"]

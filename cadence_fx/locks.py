@@ -1,0 +1,28 @@
+"""Locks that a forked child can take.
+
+A fork copies locks as they are, and not the threads that hold them: a child that waits for one waits for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import Any
+
+_locks: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def new_lock() -> Any:
+    """A re-entrant lock that is free in a forked child, whoever held it in the parent."""
+    lock: Any = threading.RLock()
+    _locks.add(lock)
+    return lock
+
+
+def _free_all() -> None:
+    for lock in list(_locks):
+        lock._at_fork_reinit()
+
+
+os.register_at_fork(after_in_child=_free_all)

@@ -1,0 +1,106 @@
+"""The certificate on more than one input: eager against itself and against the class, on data made for the purpose.
+
+What a rewrite or a capture gets wrong may not show on the data that happened to come first: zeros in a fresh cache,
+say. So a class is compared on its own data, on random data of the same ranges, and on data with NaNs and infinities.
+Arguments that are no floats and arguments bound by pointer (weights) keep their values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from cadence_fx import certify
+from cadence_fx.extremes import is_varied, plant_extremes, redraw
+from cadence_fx.plan import Plan
+from cadence_fx.reach import Reach
+from cadence_fx.recorder import Recording
+
+_KINDS: tuple[tuple[str, Callable[[torch.Tensor, int], None]], ...] = (
+    ("random inputs of the same ranges", redraw),
+    ("inputs with extreme values", plant_extremes),
+)
+
+
+class Trials:
+    """What eager gives on the other inputs of a class, to hold a recording against.
+
+    Every comparison starts from and ends with the bytes and generators that `snapshot` has saved.
+
+    Args:
+        plan: the class; its notes say which inputs it is compared on and which not.
+        args: its static arguments.
+        names: what the user calls each argument.
+    """
+
+    def __init__(self, plan: Plan, args: Sequence[Any], names: Sequence[str], snapshot: certify.Snapshot) -> None:
+        self._plan, self._args, self._snapshot = plan, args, snapshot
+        self._expected: list[tuple[int, certify.Outcome]] = []
+        self._varied = self._choose(names)
+        for kind in range(len(_KINDS)) if self._varied else ():
+            self._expect(kind)
+        self._settle()
+        plan.compared = 1 + len(self._expected)
+
+    def differs(self, recording: Recording) -> str | None:
+        """What first differs between a recording and eager on these inputs, in words; None when every byte is equal."""
+        try:
+            for kind, expected in self._expected:
+                self._vary(kind)
+                wrong = certify.run_recording(self._plan, self._args, recording, self._snapshot).differs_from(expected)
+                if wrong is not None:
+                    return f"{wrong} on {_KINDS[kind][0]}"
+        finally:
+            self._settle()
+        return None
+
+    def _choose(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """The inputs whose values may be others. They are noted when they are not all of the floats among them."""
+        candidates = [(names[i], self._args[i]) for i in self._plan.staged]
+        candidates += [(names[use.index], use.carry.view(use.extent)) for use in self._plan.regions]
+        candidates = [(name, tensor) for name, tensor in candidates if is_varied(tensor)]
+        if not candidates:
+            return []
+        reach = Reach([tensor for _, tensor in candidates])
+        with reach:
+            self._plan.reference(*self._args)
+        self._snapshot.restore()
+        kept = [name for i, (name, _) in enumerate(candidates) if reach.decides(i)]
+        if kept:
+            self._plan.notes.append(
+                f"not varied in the certificate, since values decide what is done: {', '.join(kept)}"
+            )
+        return [tensor for i, (_, tensor) in enumerate(candidates) if not reach.decides(i)]
+
+    def _vary(self, kind: int) -> None:
+        self._snapshot.restore()
+        for seed, tensor in enumerate(self._varied):
+            _KINDS[kind][1](tensor, seed)
+
+    def _expect(self, kind: int) -> None:
+        """Run eager twice on one kind of input. One on which it raises or does not repeat compares nothing."""
+        outcomes = []
+        try:
+            for _ in range(2):
+                self._vary(kind)
+                outcomes.append(certify.run_reference(self._plan, self._args, self._snapshot)[1])
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            problem: str | None = f"eager raises {type(error).__name__}"
+        else:
+            wrong = outcomes[0].differs_from(outcomes[1])
+            problem = None if wrong is None else f"eager does not repeat {wrong}"
+        if problem is None:
+            self._expected.append((kind, outcomes[0]))
+        else:
+            self._plan.notes.append(f"not compared on {_KINDS[kind][0]}: {problem}")
+
+    def _settle(self) -> None:
+        """Everything is as it was, and workspaces, which nobody saves, hold what the class's own data leaves there."""
+        self._snapshot.restore()
+        if self._varied and set(self._plan.written) - set(self._plan.mutated):
+            self._plan.reference(*self._args)
+            self._snapshot.restore()

@@ -1,0 +1,63 @@
+"""What an operator does besides computing its results, as far as its schema and its tags tell.
+
+Only for operators of PyTorch's own is that the whole truth: tests hold the tags of every one of them that has a
+generator, a dropout or the like among its arguments. What others' operators do is seen when they run.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from cadence_fx.passes.graphs import OpOverload, bound_args
+from cadence_fx.passes.movement import DROPOUTS
+
+__all__ = ["all_known", "draws", "is_collective", "keeps_own_randomness", "reads_value"]
+
+aten = torch.ops.aten
+_COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"}
+_DROPOUTS = DROPOUTS | {
+    aten.alpha_dropout_.default,
+    aten.dropout_.default,
+    aten.feature_alpha_dropout_.default,
+    aten.feature_dropout_.default,
+}
+
+
+def is_collective(target: Any) -> bool:
+    """Whether an operator talks to other processes."""
+    return getattr(target, "namespace", "") in _COLLECTIVES
+
+
+def reads_value(target: Any) -> bool:
+    """Whether the host needs a value of the arguments to go on: as a number, or as the size of a result."""
+    return torch.Tag.data_dependent_output in target.tags or torch.Tag.dynamic_output_shape in target.tags
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a node may draw random numbers. Dropout that is switched off does not."""
+    target: Any = node.target
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    values = bound_args(node)
+    if any(values.get(name, True) is False for name in ("train", "training")):
+        return False
+    never = ("dropout_p", "dropout", "p") if target in _DROPOUTS else ("dropout_p", "dropout")
+    return not any(name in values and values[name] == 0 for name in never)
+
+
+def keeps_own_randomness(node: fx.Node) -> bool:
+    """Whether what a node draws on an accelerator goes on from call to call outside of any generator.
+
+    Recurrent layers with dropout between them: the library that computes them keeps a state of its own.
+    """
+    return draws(node) and "dropout" in bound_args(node)
+
+
+def all_known(graph: fx.Graph) -> bool:
+    """Whether every operator is PyTorch's own, so that its tags tell what it does."""
+    calls = [node.target for node in graph.nodes if node.op == "call_function"]
+    return all(target is operator.getitem or getattr(target, "namespace", "") in ("aten", "prims") for target in calls)

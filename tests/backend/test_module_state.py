@@ -1,0 +1,238 @@
+"""What code rebinds while it is tried: a first call that builds something, a call that always changes something."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import cadence_fx
+from cadence_fx.replay import ExactShapeReplay
+from cadence_fx.retention import KeepLast
+from tests.harness import Pair, assert_same
+from tests.streams import kept, on_argument
+from tests.toys import B, C, Toy
+
+
+@pytest.fixture(autouse=True)
+def _serving() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+class Lazy(nn.Module):
+    """Builds a table in its first call; `built` counts how often it did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor | None = None
+        self.built: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(4.0) * 2
+            self.built.append(len(self.built))
+        return x + self.table
+
+
+class LazyBuffer(nn.Module):
+    """Registers a buffer that it also counts in, and draws its contents."""
+
+    noise: Tensor
+    calls: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "noise"):
+            self.register_buffer("noise", torch.rand(4))
+            self.register_buffer("calls", torch.zeros(()))
+        self.calls.add_(1)
+        return x + self.noise * self.calls + torch.rand(4)
+
+
+def attributes(module: nn.Module) -> dict[str, Any]:
+    plain = {k: v for k, v in vars(module).items() if not k.startswith("_") and not isinstance(v, Tensor)}
+    tensors = dict(module.named_buffers()) | {k: v for k, v in vars(module).items() if isinstance(v, Tensor)}
+    return {**plain, **{k: v.tolist() for k, v in tensors.items()}}
+
+
+@pytest.mark.parametrize("kind", [Lazy, LazyBuffer])
+def test_a_first_call_that_builds_is_made_once(kind: Callable[[], nn.Module]) -> None:
+    eager, module = kind(), kind()
+    replay = ExactShapeReplay(module)
+    for i in range(5):
+        torch.manual_seed(i)
+        expected, after = eager(torch.ones(4)), torch.get_rng_state()
+        torch.manual_seed(i)
+        assert_same(replay(torch.ones(4)), expected, f"call {i}")
+        assert torch.equal(torch.get_rng_state(), after)
+        assert attributes(module) == attributes(eager)
+    assert dict(replay.ledger.misses) == {"initialises": 1} and replay.ledger.replays == 4
+    assert len(replay.classes) == 1 and not replay.ledger.refusals
+
+
+def test_a_table_that_grows_with_the_size() -> None:
+    """The class that was captured with the smaller table still has its memory."""
+
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.zeros(0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.table.numel() < x.numel():
+                self.table = torch.arange(float(x.numel()))
+            return x * self.table[: x.numel()]
+
+    eager, module = Growing(), Growing()
+    replay = ExactShapeReplay(module)
+    for size in (3, 3, 5, 3, 5, 5, 3):
+        x = torch.ones(size)
+        assert_same(replay(x), eager(x), f"size {size}")
+        assert module.table.numel() == eager.table.numel()
+    assert dict(replay.ledger.misses) == {"initialises": 2} and len(replay.classes) == 2
+    assert all(any(t.numel() == n for t in c.kept) for c, n in zip(replay.classes, (3, 5), strict=True))
+
+
+def test_lazy_parameters_get_their_shape_from_an_eager_call() -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.LazyLinear(3), nn.ReLU())
+
+    eager, module = make(), make()
+    replay = ExactShapeReplay(module)
+    for i in range(3):
+        x = torch.randn(2, 5, generator=torch.Generator().manual_seed(i))
+        torch.manual_seed(i)
+        expected = eager(x)
+        torch.manual_seed(i)
+        assert_same(replay(x), expected, f"call {i}")
+    assert type(module[0]) is nn.Linear
+    assert dict(replay.ledger.misses) == {"initialises": 1} and len(replay.classes) == 1
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.log: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.log.append(self.calls)
+        return x * self.calls
+
+
+def test_a_counter_is_refused_by_name_and_counts_each_call_once() -> None:
+    module = Counts()
+    replay = ExactShapeReplay(module)
+    for i in range(1, 5):
+        assert_same(replay(torch.ones(2)), torch.full((2,), float(i)), f"call {i}")
+    assert module.calls == 4 and module.log == [1, 2, 3, 4]
+    assert dict(replay.ledger.refusals) == {"mutates_state": 1}
+    assert dict(replay.ledger.misses) == {"initialises": 1, "mutates_state": 3}
+    (refused,) = cadence_fx.report(replay)["refused_classes"]
+    assert "self.calls, self.log[0]" in refused["detail"] or "self.calls, self.log[1]" in refused["detail"]
+
+
+def test_a_counter_around_a_bound_method_and_in_a_closure() -> None:
+    module, count = Counts(), 0
+
+    def step(x: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return x * count
+
+    for fn in (module.forward, step):
+        replay = ExactShapeReplay(fn)
+        for i in range(1, 4):
+            assert_same(replay(torch.ones(2)), torch.full((2,), float(i)), f"call {i}")
+        assert dict(replay.ledger.refusals) == {"mutates_state": 1}
+    assert module.calls == count == 3
+
+
+def test_a_call_that_raises_halfway_while_it_is_tried() -> None:
+    """It is eager's to raise; what the trial did before is undone, in Python and in memory."""
+
+    class Halfway(nn.Module):
+        seen: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+            self.register_buffer("seen", torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.add_(1)
+            self.calls += 1
+            raise ValueError("no")
+
+    module = Halfway()
+    replay = ExactShapeReplay(module)
+    for i in range(1, 3):
+        with pytest.raises(ValueError, match="no"):
+            replay(torch.ones(2))
+        assert module.calls == i and module.seen.tolist() == [i, i]
+    assert dict(replay.ledger.misses) == {"raised": 2}
+
+
+# -- the same under torch.compile, where Dynamo has a graph for the first call and one for the rest --------------------
+
+
+class LazyStep(Toy):
+    """Dynamo burns `table is None` into its guards."""
+
+    table: Tensor | None = None
+
+    def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        if self.table is None:
+            self.table = torch.arange(float(C)) / C
+        return self.attend(x + self.table, cache), torch.cat([cache, self.key(x)], 1)[:, -6:]
+
+
+class LazyBufferStep(Toy):
+    table: Tensor
+
+    def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        if "table" not in self._buffers:
+            self.register_buffer("table", torch.arange(float(C)) / C)
+        return self.attend(x + self.table, cache), torch.cat([cache, self.key(x)], 1)[:, -6:]
+
+
+@pytest.mark.parametrize("kind", [LazyStep, LazyBufferStep])
+def test_warm_up_does_not_make_the_first_call(kind: type[Toy]) -> None:
+    """The table is there after the first real call, not before, and the bytes are eager's on both sides of it."""
+    pair = Pair(on_argument(kind, 2, kept("cache", 1, 2, KeepLast(6)), (B, 2, C)))
+    live = pair.live.module
+    assert live.__dict__.get("table") is None and "table" not in live._buffers
+    for _ in range(8):
+        pair.call()
+        assert isinstance(live.table, Tensor)
+        assert_same(live.table, pair.eager.module.table, "table")
+    pair.check_kept()
+    # Warm-up's own table is gone with warm-up: the classes that read it are dropped once, and captured anew.
+    assert pair.missed() == Counter({"address": 1}) and pair.since("replays") == 7
+
+
+def test_warm_up_undoes_what_is_nested() -> None:
+    class Nested(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.notes: dict[str, list[int]] = {"sizes": []}
+
+        def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+            self.notes["sizes"].append(1)
+            return self.attend(x, cache), torch.cat([cache, self.key(x)], 1)[:, -6:]
+
+    pair = Pair(on_argument(Nested, 2, kept("cache", 1, 2, KeepLast(6)), (B, 2, C)), warm=False)
+    module = pair.live.module
+    notes = module.notes
+    pair.warm_up()
+    assert module.notes is notes and notes == {"sizes": []}
+    for _ in range(3):
+        pair.call()
+    assert notes == copy.deepcopy(pair.eager.module.notes) == {"sizes": [1, 1, 1]}
