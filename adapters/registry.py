@@ -16,8 +16,14 @@ from cadence_fx.errors import ContractError
 
 # Class name -> "module:attribute" of its adapter, imported at the first look-up.
 _BUILT_IN = {
-    "cadence_fx.adapters.token2wav.FlowStep": "cadence_fx.adapters.token2wav:ADAPTER",
-    "cadence_fx.adapters.token2wav.ConformerStep": "cadence_fx.adapters.token2wav:ADAPTER",
+    f"cadence_fx.adapters.{name}": "cadence_fx.adapters.token2wav:ADAPTER"
+    for name in (
+        "token2wav_steps.FlowStep",
+        "token2wav_steps.ConformerStep",
+        "token2wav_vocoder.VocoderStep",
+        "token2wav_bounded.BoundedStep",
+        "token2wav_bounded.FinalStep",
+    )
 }
 _adapters: dict[str, Adapter | str] = dict(_BUILT_IN)
 

@@ -1,0 +1,207 @@
+"""The numbers of a Token2Wav deployment, and the contracts that follow from them (paper section 3.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cadence_fx.clock import Clock
+from cadence_fx.contract import Contract, Input, Region
+from cadence_fx.errors import ContractError
+from cadence_fx.retention import KeepLast, Pinned, PromptPlusLast
+
+# Fresh tokens of a call that ends a turn: 5 to 25 while look-ahead remains, 1 to 28 in the last call of all.
+FLUSH_TOKENS = tuple(range(1, 29))
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The numbers of one deployment.
+
+    prompt: mel frames of the prompt (P); steps: solver steps a call (T); rate: mel frames a token; lookahead: tokens
+    that a call presents and does not consume; retained: frames kept beside the prompt, a literal in the vendor's
+    `stream`; hop: fresh tokens a call; flush: fresh-token counts of calls that end a turn, to be specialised as well
+    (sizes not named run eager and are counted); two_rates: whether the conformer's two caches are trimmed apart, each
+    at its own rate (`minicpmo-utils`), or packed together.
+
+    Raises ContractError for a prompt that the vendor's trim scrambles (below `retained`) or that is not whole tokens.
+    """
+
+    prompt: int
+    steps: int
+    rate: int = 2
+    lookahead: int = 3
+    retained: int = 100
+    hop: int = 25
+    flush: tuple[int, ...] = ()
+    two_rates: bool = False
+
+    def __post_init__(self) -> None:
+        if self.prompt % self.rate or self.prompt < self.retained:
+            raise ContractError(
+                f"a prompt of {self.prompt} frames cannot be declared: it must be whole tokens of {self.rate} frames, "
+                f"and at least the {self.retained} frames that the decoder retains beside it",
+                field="prompt",
+            )
+
+    @property
+    def window(self) -> int:
+        """Mel frames attended once the window is full: 402 as released."""
+        return self.prompt + self.retained
+
+    @property
+    def chunk_frames(self) -> tuple[int, ...]:
+        """Mel frames that a declared call brings to the vocoder, the normal call first."""
+        frames = [self.hop * self.rate, *(tokens * self.rate for tokens in self.flush)]
+        return tuple(dict.fromkeys(frames))
+
+    def fresh(self, tokens: int, last_chunk: bool) -> int:
+        """Tokens consumed by a call that presents `tokens` of them: the last call of a turn has no look-ahead."""
+        return tokens if last_chunk else tokens - self.lookahead
+
+    def declares(self, tokens: int, last_chunk: bool) -> bool:
+        """The admission predicate: whether calls that present `tokens` tokens are in the catalog."""
+        fresh = self.fresh(tokens, last_chunk)
+        return fresh in self.flush or (fresh == self.hop and not last_chunk)
+
+    def _clocks(self) -> tuple[Clock, Clock]:
+        token = Clock("token", self.hop, lookahead=self.lookahead, flush=self.flush)
+        return token, Clock("frame", of="token", rate=self.rate)
+
+    def _max_classes(self) -> int:
+        return (3 + self.retained // (self.rate * self.hop)) * (1 + len(self.flush))
+
+    def flow_contract(self) -> Contract:
+        """`FlowStep`: a carry and two workspaces, over (solver step, frame)."""
+        attended = PromptPlusLast(self.prompt, self.retained, order="prepend")
+        rows = ("solver", "frame")
+        carried = (
+            Region("att_cache", argument="att_cache", result=2, axis=(0, 4), clock=rows, start=self.prompt,
+                   retention=attended),
+            Region("cnn_cache", argument="cnn_cache", result=1, axis=(0, 4), clock=rows, retention=Pinned(2)),
+        )  # fmt: skip
+        scratch = (
+            Region("workspace", attribute="decoder.att_cache_buffer", axis=(0, 4), clock=rows, retention=attended,
+                   lifetime="unit"),
+            Region("step_workspace", attribute="decoder.estimator.att_cache_buffer", axis=3, clock="frame",
+                   retention=attended, lifetime="operator"),
+        )  # fmt: skip
+        return Contract(
+            (*self._clocks(), Clock("solver", period=self.steps)),
+            carried + scratch,
+            inputs=(Input("mu", axis=2, clock="frame"), Input("cond", axis=2, clock="frame")),
+            name="token2wav.flow",
+            max_classes=self._max_classes(),
+        )
+
+    def conformer_contract(self, last_chunk: bool = False) -> Contract:
+        """`ConformerStep`: caches at both rates; trimmed together, the token-rate one keeps its first frames only."""
+        of_tokens = (
+            PromptPlusLast(self.prompt // self.rate, self.retained // self.rate)
+            if self.two_rates
+            else PromptPlusLast(self.window // self.rate, 0)
+        )
+        attended = PromptPlusLast(self.prompt, self.retained)
+        carried = (
+            Region("cnn_cache", argument="cnn_cache", result=1, axis=2, clock="token", retention=Pinned(6)),
+            Region("token_cache", argument="token_cache", result=2, axis=3, clock="token",
+                   start=self.prompt // self.rate, retention=of_tokens),
+            Region("mel_cache", argument="mel_cache", result=3, axis=3, clock="frame", start=self.prompt,
+                   retention=attended),
+        )  # fmt: skip
+        return Contract(
+            self._clocks(),
+            carried,
+            inputs=(Input("token", axis=1, clock="token", offset=0 if last_chunk else self.lookahead),),
+            name="token2wav.conformer.last" if last_chunk else "token2wav.conformer",
+            max_classes=self._max_classes(),
+        )
+
+    def vocoder_contract(self, overlap: int) -> Contract:
+        """`VocoderStep` after `overlap` mel frames of the chunk before: 8, or 0 in the first call of a turn.
+
+        The overlap itself is the vendor's: its `stream` cuts mel frames, excitation and speech from what the vocoder
+        returns, and joins them to the next chunk.
+        """
+        return Contract(
+            self._clocks(),
+            inputs=(Input("mel", axis=2, clock="frame", offset=overlap),),
+            name="token2wav.vocoder" if overlap else "token2wav.vocoder.first",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far the causal vocoder sees, in mel frames; read off the vendor's `BoundedVocoder`.
+
+    block: frames a pass; f0_left, f0_right: what the pitch predictor sees beside a frame; history: what the decoder
+    sees before one; right: what it sees after one; samples: samples a frame; harmonics: of the excitation.
+
+    Raises ContractError when the two histories do not begin at the same frame: the caches would then have offsets of
+    their own.
+    """
+
+    block: int
+    f0_left: int
+    f0_right: int
+    history: int
+    right: int
+    samples: int
+    harmonics: int
+
+    def __post_init__(self) -> None:
+        if self.history < self.f0_left:
+            raise ContractError(
+                f"the decoder's history of {self.history} frames must cover the {self.f0_left} of the pitch predictor",
+                field="history",
+            )
+
+    @property
+    def source(self) -> int:
+        """Frames of excitation kept: 36 as released."""
+        return self.history + self.right
+
+    @property
+    def mel(self) -> int:
+        """Mel frames kept: 39 as released."""
+        return self.source + self.f0_right
+
+    def declares(self, held: int, frames: int) -> bool:
+        """Whether a pass over `frames` new frames, with `held` in the cache, has its excitation's size declared."""
+        return held == self.mel or (held == 0 and frames > self.f0_right)
+
+    def contract(self, geometry: Geometry, *, joined: bool) -> Contract:
+        """`BoundedStep` with full caches, or (not `joined`) with empty ones, which a turn's first call meets."""
+        token, frame = geometry._clocks()
+        regions: tuple[Region, ...] = ()
+        late = 0
+        if joined:
+            regions = (
+                Region("mel_cache", argument="mel_cache", result=1, axis=2, clock="frame", start=self.mel,
+                       retention=KeepLast(self.mel)),
+                Region("source", argument="source", result=2, axis=2, clock="frame", growth=self.samples,
+                       start=self.source * self.samples, retention=KeepLast(self.source * self.samples)),
+                Region("phase", argument="phase", result=3, axis=2, clock="frame", retention=Pinned(self.harmonics)),
+            )  # fmt: skip
+        else:
+            flush = tuple(tokens for tokens in geometry.flush if tokens * geometry.rate > self.f0_right)
+            token, late = Clock("token", geometry.hop, flush=flush), self.f0_right
+        noise = Input("noise", axis=1, clock="frame", rate=self.samples, offset=-late * self.samples)
+        return Contract(
+            (token, frame),
+            regions,
+            inputs=(Input("mel", axis=2, clock="frame"), noise),
+            name="token2wav.bounded" if joined else "token2wav.bounded.first",
+        )
+
+    def final_contract(self, geometry: Geometry) -> Contract:
+        """`FinalStep`: what is held when a stream ends, full caches or those of a turn of one short call."""
+        short = (frames for frames in geometry.chunk_frames if self.f0_right < frames < self.mel)
+        late = -self.f0_right * self.samples
+        return Contract(
+            (Clock("held", self.mel, flush=tuple(short)),),
+            inputs=(
+                Input("mel_cache", axis=2, clock="held"),
+                Input("source", axis=2, clock="held", rate=self.samples, offset=late),
+            ),
+            name="token2wav.bounded.final",
+        )

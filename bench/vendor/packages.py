@@ -1,0 +1,170 @@
+"""Imports the vendor packages: without their `__init__`, without what the decoder never calls, and both at once.
+
+A package imports its tokenizer, speaker model and audio loaders when it is imported. None of that is needed to run the
+decoder, so its submodules are imported without the package's `__init__`, with placeholder modules where an optional
+import is missing (only while importing).
+
+Both packages install a top-level `stepaudio2`. The second one is imported under a name of its own: its modules'
+absolute imports of `stepaudio2` are renamed as they are compiled, and nothing else in them is.
+
+A package is looked for on `sys.path`, then in `vendor/<distribution>` of the environment, then in `.vendor/` of this
+repository, unpacked there itself or in a folder of the distribution's name.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import math
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch._dynamo
+
+FOLDER, MARKER = "stepaudio2", "causal_vocoder"
+_REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A published package: its name on the index, its version, and what its `stepaudio2` is imported as."""
+
+    distribution: str
+    version: str
+    name: str
+    causal: bool  # whether its `stepaudio2` has the causal vocoder
+
+    def folder(self) -> Path | None:
+        """Where its `stepaudio2` is, None when it is not installed."""
+        roots = [*map(Path, sys.path), Path(sys.prefix, "vendor", self.distribution), _REPOSITORY / ".vendor"]
+        for root in (*roots, _REPOSITORY / ".vendor" / self.distribution):
+            found = root / FOLDER
+            if (found / "token2wav.py").is_file() and (found / MARKER).is_dir() == self.causal:
+                return found
+        return None
+
+
+STEPAUDIO2 = Package("stepaudio2-minicpmo", "0.1.1", FOLDER, causal=False)
+MINICPMO_UTILS = Package("minicpmo-utils", "1.0.7", "minicpmo_utils_stepaudio2", causal=True)
+
+
+def _get_window(name: str, length: int, fftbins: bool = True) -> np.ndarray:
+    """scipy's periodic Hann window, the only one that the vocoders ask for."""
+    if name != "hann" or not fftbins:
+        raise ValueError(f"only the periodic hann window is available without scipy, not {name!r}")
+    return np.asarray([0.5 - 0.5 * math.cos(2 * math.pi * i / length) for i in range(length)])
+
+
+# What the vendor imports but the decoder never calls (get_window apart).
+_OPTIONAL: dict[str, dict[str, Any]] = {
+    "onnxruntime": {},
+    "torchaudio": {},
+    "torchaudio.compliance": {},
+    "torchaudio.compliance.kaldi": {},
+    "s3tokenizer": {},
+    "yaml": {},
+    "hyperpyyaml": {"load_hyperpyyaml": None},
+    "librosa": {},
+    "librosa.filters": {"mel": None},
+    "scipy": {},
+    "scipy.signal": {"get_window": _get_window},
+    "scipy.io": {},
+    "scipy.io.wavfile": {"read": None},
+}
+
+
+def available(package: Package = STEPAUDIO2) -> bool:
+    """Whether the vendor package and `einops`, which its DiT runs on, can be imported."""
+    return package.folder() is not None and importlib.util.find_spec("einops") is not None
+
+
+@contextlib.contextmanager
+def _placeholders() -> Iterator[None]:
+    """Stand-ins for missing optional modules; gone from `sys.modules` afterwards, so that nobody else finds them."""
+    roots = {name.partition(".")[0] for name in _OPTIONAL}
+    missing = {root for root in roots if root not in sys.modules and importlib.util.find_spec(root) is None}
+    added: list[str] = []
+    for name, attributes in _OPTIONAL.items():
+        if name.partition(".")[0] not in missing:
+            continue
+        module = types.ModuleType(name)
+        module.__path__ = []
+        module.__dict__.update(attributes)
+        sys.modules[name] = module
+        added.append(name)
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
+    try:
+        yield
+    finally:
+        for name in added:
+            del sys.modules[name]
+
+
+@contextlib.contextmanager
+def _dynamo_config_kept() -> Iterator[None]:
+    """The vendor's encoder sets two global Dynamo options when imported; a test run must not inherit them."""
+    config = torch._dynamo.config
+    kept = config.suppress_errors, config.cache_size_limit
+    try:
+        yield
+    finally:
+        config.suppress_errors, config.cache_size_limit = kept
+
+
+class _RenamingLoader(importlib.machinery.SourceFileLoader):
+    """Compiles a module of a renamed package: `from stepaudio2.x import y` becomes an import from its own name."""
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        path = self.get_filename(fullname)
+        tree = ast.parse(self.get_data(path), path)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == FOLDER:
+                node.module = fullname.partition(".")[0] + node.module[len(FOLDER) :]
+        return compile(tree, path, "exec")  # never from or into the cache, which is keyed by path alone
+
+
+class _RenamingFinder(importlib.abc.MetaPathFinder):
+    """Finds the submodules of one renamed package."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if path is None or not fullname.startswith(f"{self._name}."):
+            return None
+        finders = (importlib.machinery.FileFinder(folder, (_RenamingLoader, [".py"])) for folder in path)
+        return next((spec for finder in finders if (spec := finder.find_spec(fullname))), None)
+
+
+def load(module: str, package: Package = STEPAUDIO2) -> types.ModuleType:
+    """Imports `stepaudio2.<module>` of a package without running the package's `__init__`.
+
+    Raises:
+        ModuleNotFoundError: the package is not installed.
+    """
+    folder = package.folder()
+    if folder is None:
+        raise ModuleNotFoundError(
+            f"{FOLDER} is not importable: pip install --no-deps {package.distribution}=={package.version}"
+        )
+    if package.name not in sys.modules:
+        root = types.ModuleType(package.name)
+        root.__path__ = [str(folder)]
+        sys.modules[package.name] = root
+        if package.name != FOLDER:
+            sys.meta_path.insert(0, _RenamingFinder(package.name))
+    with _dynamo_config_kept(), _placeholders():
+        return importlib.import_module(f"{package.name}.{module}")
