@@ -272,6 +272,14 @@ def to_static_aten(gm: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphModu
     return traced
 
 
+def run_composite(operator: Any, *args: Any) -> Any:
+    """Run PyTorch's own composite kernel of an aten operator, whatever modes and keys its arguments have.
+
+    A decomposition in Python that the operator may have besides is another computation than eager's.
+    """
+    return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args)
+
+
 def mark_dynamic(tensor: torch.Tensor, axis: int) -> None:
     """Ask Dynamo for a symbol on this axis; unlike `mark_dynamic` it does not raise when a branch narrows the range."""
     torch._dynamo.maybe_mark_dynamic(tensor, axis)

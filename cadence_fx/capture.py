@@ -22,6 +22,7 @@ from cadence_fx.ledger import Ledger, log
 from cadence_fx.outputs import OutputRule, derive_rules, unusual
 from cadence_fx.plan import Miss, Plan, RegionUse, destinations
 from cadence_fx.recorder import Recording, record
+from cadence_fx.residents import HostedRecording
 from cadence_fx.signature import ALIGNMENT
 from cadence_fx.writes import WriteWatcher
 
@@ -150,6 +151,11 @@ def capture(
         if unstable is not None:
             what = f"{unstable} differs between two eager runs on the same input"
             return Miss("not_reproducible", f"{plan.label}: {what}", lasting=True)
+        if plan.host is not None:
+            problem = plan.host.bind(static_args, plan.label)
+            snapshot.restore()
+            if problem is not None:
+                return problem
         recording = _record_certified(plan, static_args, reference, snapshot, device, ledger)
     finally:
         snapshot.restore()
@@ -199,6 +205,9 @@ def _record_certified(
     for name, run in plan.runs:
         recording = record(lambda run=run: run(*everything), device)  # type: ignore[misc]
         snapshot.restore()
+        if plan.host is not None:
+            recording = HostedRecording(recording, plan.host)
+            plan.host.enter(static_args)
         outcome = certify.run_recording(plan, static_args, recording)
         snapshot.restore()
         wrong = outcome.differs_from(reference)

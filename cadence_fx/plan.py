@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from cadence_fx.layout import Layout
 from cadence_fx.storage import Carry
+
+if TYPE_CHECKING:
+    from cadence_fx.residents import HostSide
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class Plan:
         draws: whether the computation draws random numbers, as far as its graph tells; None when nothing is known, and
             then the generators are watched while it runs.
         watched: tensors that are no arguments and that the computation might write.
+        host: what runs on the host before each launch.
         beside: of those, and of memory reached through them, what it was seen to write.
         fingerprint: of the computation, with arguments by name: equal ones compute the same thing.
     """
@@ -93,6 +97,7 @@ class Plan:
     draws: bool | None = None
     watched: list[torch.Tensor] = dataclasses.field(default_factory=list)
     beside: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    host: HostSide | None = None
 
     def predicted_bytes(self, args: Sequence[Any]) -> int:
         """Bytes of the inputs that are neither aliased nor fixed."""

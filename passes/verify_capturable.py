@@ -25,7 +25,12 @@ __all__ = ["VerifyCapturable"]
 aten = torch.ops.aten
 _COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"}
 # Reads that no tag tells of.
-_HOST_READS = {aten.is_nonzero.default, aten.where.default, aten.tensor_split.tensor_indices_or_sections}
+_HOST_READS = {
+    aten.is_nonzero.default,
+    aten.istft.default,
+    aten.where.default,
+    aten.tensor_split.tensor_indices_or_sections,
+}
 
 
 class VerifyCapturable:
