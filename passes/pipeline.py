@@ -59,8 +59,9 @@ def run_passes(
     The graph is copied; tensors it refers to (weights, constants) are shared with ``gm``, since copies of those would
     live at other addresses and no longer follow the originals.
 
-    A pass that fails raises ``PassFailed`` with the passes that ran before it, ``before`` (in an earlier run) among them; an error that already is one of the
-    project's own (such as ``NotCapturable``) says more than that and goes through unchanged.
+    A pass that fails raises ``PassFailed`` with the passes that ran before it, in an earlier run too (``before``); an
+    error that already is one of the project's own (such as ``NotCapturable``) says more than that and goes through
+    unchanged.
     """
     source, gm = gm, fx.GraphModule(gm, copy.deepcopy(gm.graph), type(gm).__name__)
     gm.meta.update(source.meta)

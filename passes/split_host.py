@@ -35,8 +35,8 @@ from cadence_fx.passes.graphs import (
     OpOverload,
     add_tensor,
     bound_args,
+    is_impure,
     location,
-    may_write,
     output_node,
     tensors_in,
 )
@@ -78,16 +78,18 @@ class _Split:
     def __init__(self, gm: fx.GraphModule, ctx: PassContext, on_host: Callable[[torch.Tensor], bool]) -> None:
         self.gm, self.ctx, self._on_host = gm, ctx, on_host
         self.facts = GraphFacts(gm.graph)
+        self.leaving = {self.facts.alias_class(result) for result in output_node(gm.graph).all_input_nodes}
         self.host: set[fx.Node] = set()  # values made on the host, out of nothing but such values
         self.varying: set[fx.Node] = set()  # those that are not the same in every call
         for node in gm.graph.nodes:
             if node.op == "output" or not self._is_here(node) or not self.host.issuperset(node.all_input_nodes):
                 continue
             self.host.add(node)
-            fixed = node.op != "placeholder" and not self.facts.writes_to(node)
+            fixed = not is_impure(node) and not self.facts.writes_to(node)
             if not fixed or not self.varying.isdisjoint(node.all_input_nodes):
                 self.varying.add(node)
         inputs = [node for node in gm.graph.find_nodes(op="placeholder") if node.meta.get("val") is not None]
+        self.writes = any(node.op == "placeholder" and self.facts.writes_to(node) for node in self.varying)
         # A graph of the host itself has no other part.
         self.needed = not all(map(self._is_here, inputs)) and any(
             node.op == "call_function" or any(user.op != "output" for user in node.users) for node in self.varying
@@ -128,7 +130,7 @@ class _Split:
             tuple(tensor for _, tensor, _ in held),
             tuple(what for *_, what in held),
             tuple(index for index, _ in outputs),
-            any(may_write(node) for node in computed),
+            self.writes,
         )
 
     def _check(self, node: fx.Node) -> None:
@@ -163,7 +165,7 @@ class _Split:
             assert isinstance(target, fx.Node)
             like = torch.empty_like(value, device=target.meta["val"].device)
         elif value.dim() == 0 and user.target not in TRANSFERS and not self._is_here(user):
-            if any(may_write(node) for node in self.varying):
+            if self.writes:
                 raise NotCapturable("host_value", user.name, location(user))
             number = torch.empty((), dtype=value.dtype)
             with self.gm.graph.inserting_before(user):
@@ -182,8 +184,7 @@ class _Split:
             if user.target is aten.copy_.default or self._is_index(source, user):
                 user.replace_input_with(source, node)
                 return
-            results = {self.facts.alias_class(out) for out in output_node(self.gm.graph).all_input_nodes}
-            if self.facts.writes_to(user) or self.facts.alias_class(user) in results:
+            if self.facts.writes_to(user) or self.facts.alias_class(user) in self.leaving:
                 fresh = self.gm.graph.call_function(aten.clone.default, (node,))
                 fresh.meta = {**user.meta}
                 node = fresh
