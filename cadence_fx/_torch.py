@@ -212,7 +212,18 @@ def source_name(placeholder: fx.Node) -> str | None:
     if source is None:
         return None
     name = source.name
-    return name() if callable(name) else name
+    name = name() if callable(name) else name
+    return name.removeprefix(_NUMPY).removesuffix(")") if name.startswith(_NUMPY) else name
+
+
+_NUMPY = "___from_numpy("
+
+
+def is_from_numpy(placeholder: fx.Node) -> bool:
+    """Whether Dynamo makes this input anew in every call, out of a numpy value."""
+    argument = placeholder.meta.get("grapharg")
+    source = getattr(placeholder, "_dynamo_source", None) or (argument.source if argument is not None else None)
+    return type(source).__name__ == "NumpyTensorSource"
 
 
 def is_random_source(placeholder: fx.Node) -> bool:

@@ -22,6 +22,9 @@ from cadence_fx.report import Report, report
 from cadence_fx.untouched import Untouched
 
 _QUIET_SECONDS = 2.0
+# The module may be another one after the declared stream has been walked once (tables built, counters on their way):
+# the calls of later turns meet it so.
+_ROUNDS = 2
 
 
 def warm_up(compiled: Any, *args: Any, progress: bool | None = None, **kwargs: Any) -> Report:
@@ -53,16 +56,22 @@ def warm_up(compiled: Any, *args: Any, progress: bool | None = None, **kwargs: A
     entries = program.catalog.entries
     tell = _Progress(len(entries) + 1, program.name, progress)
     program.unseal()
-    with Untouched(original, program), patient_tracing():
+    with Untouched(original, program) as module, patient_tracing():
         try:
-            # Watching a call can show a layout of a state in which an entry has not been captured yet.
-            done: set[tuple[CatalogEntry, Variant]] = set()
-            while new := [(e, v) for e in entries for v in call.variants(e) if (e, v) not in done]:
-                entry, variant = new[0]
-                done.add(new[0])
-                tell.step(str(entry))
-                call.watch(entry, variant)
-                call.capture(entry, variant)
+            for _ in range(_ROUNDS):
+                start = module.attributes()
+                # Watching a call can show a layout of a state in which an entry has not been captured yet.
+                done: set[tuple[CatalogEntry, Variant]] = set()
+                while new := [(e, v) for e in entries for v in call.variants(e) if (e, v) not in done]:
+                    entry, variant = new[0]
+                    done.add(new[0])
+                    tell.step(str(entry))
+                    before = module.attributes()
+                    call.watch(entry, variant)
+                    module.put_back(before)  # the call that builds a table is captured too, not only those after it
+                    call.capture(entry, variant)
+                if not module.changed(start):
+                    break
             tell.step("as called by the user")
             call.as_given()
         except Exception as error:
