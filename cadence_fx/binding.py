@@ -30,6 +30,7 @@ from cadence_fx.catalog import Catalog, CatalogEntry
 from cadence_fx.contract import Contract, Input, Region
 from cadence_fx.errors import AxisOutOfRange, ContractError
 from cadence_fx.passes.graphs import GraphFacts
+from cadence_fx.passes.stage_reads import STAGED
 from cadence_fx.paths import Origin, Path
 
 Equation = tuple[sympy.Expr, str, str]  # size, "region" or "input", its name or accessor
@@ -225,7 +226,7 @@ def bind(
             origin.root != "argument"
             and not any(size.free_symbols for size in shape)
             and origin.path not in moving
-            and not (lazy or is_from_numpy(node) or _is_rebound(gm, site, node, origin))
+            and not (lazy or STAGED in node.meta or is_from_numpy(node) or _is_rebound(gm, site, node, origin))
         )
         role = "region" if region is not None and region.mutability == "carry" else "fixed" if still else "staged"
         entry = GraphInput(index, node.name, origin, role, shape, is_random_source(node), where, lazy)

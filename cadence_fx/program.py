@@ -26,6 +26,7 @@ from cadence_fx.contract import Contract
 from cadence_fx.errors import ContractError, UnknownArgument, WrongModule, unknown_name
 from cadence_fx.graph import GraphPlanner
 from cadence_fx.ledger import Ledger
+from cadence_fx.passes import stage_reads
 from cadence_fx.paths import Origin
 from cadence_fx.plan import Miss
 from cadence_fx.recorder import DevicePool
@@ -106,6 +107,12 @@ class Program:
     def compile(self, gm: fx.GraphModule, site: CompileSite) -> Callable[..., Any]:
         """What Dynamo calls instead of `gm`."""
         binding = bind(gm, self.contract, site, lambda path: self._is_lazy(site, path))
+        numbers = {i.name for i in binding.inputs if i.role == "scalar" and i.origin.query == "value" and not i.random}
+        split = stage_reads(gm, numbers, {i.name for i in binding.inputs if i.role == "fixed"})
+        first = None
+        if split is not None:
+            first, gm = split
+            binding = bind(gm, self.contract, site, lambda path: self._is_lazy(site, path))
         self._check_present(site)
         absent = self._unprimed(site)
         device = _device(gm)
@@ -125,6 +132,8 @@ class Program:
         self.graphs.append((planner, table))
 
         def call(*args: Any) -> Any:
+            if first is not None:
+                args = (*args, *first(*args))
             if self.auditor is not None:
                 return self.auditor(planner, table, args)
             return planner.finish(table(args), args)

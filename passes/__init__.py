@@ -14,6 +14,7 @@ from cadence_fx.passes.provenance import (
 )
 from cadence_fx.passes.reinplace_retention import ReinplaceRetention
 from cadence_fx.passes.split_host import SplitHost
+from cadence_fx.passes.stage_reads import stage_reads
 from cadence_fx.passes.verify_capturable import VerifyCapturable
 
 __all__ = [
@@ -37,4 +38,5 @@ __all__ = [
     "prove_retentions",
     "register_pass",
     "run_passes",
+    "stage_reads",
 ]
