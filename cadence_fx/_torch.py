@@ -17,7 +17,7 @@ import sympy
 import torch
 import torch._dynamo
 from torch import fx
-from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.output_graph import OutputGraph, graph_break_reasons
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -50,6 +50,7 @@ class CompileSite:
         assigned: Dynamo's source of a module attribute -> name of the graph node that the frame has put there.
         times: graph node name -> how often its value leaves the frame.
         returned_inputs: names of graph inputs that leave it as they came.
+        broken: why and at which line Dynamo broke the frame that this one resumes.
     """
 
     wrapper: Any | None = None
@@ -61,6 +62,7 @@ class CompileSite:
     assigned: dict[str, str] | None = None
     times: Counter[str] = dataclasses.field(default_factory=Counter)
     returned_inputs: set[str] = dataclasses.field(default_factory=set)
+    broken: str | None = None
 
 
 def compile_site() -> CompileSite:
@@ -86,6 +88,10 @@ def compile_site() -> CompileSite:
         code = output.root_tx.f_code
         site.values = dict(output.root_tx.f_locals)
         site.resumes = code.co_name.startswith("torch_dynamo_resume_in")
+        if site.resumes and graph_break_reasons:
+            reason = graph_break_reasons[-1]
+            line = f" at {reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno}" if reason.user_stack else ""
+            site.broken = f"{reason.reason.splitlines()[0]}{line}"
         # The module is `self`, or what a wrapper around it calls `fn`.
         for name in (*(code.co_varnames[:1] if code.co_argcount else ()), "fn"):
             if isinstance(site.values.get(name), torch.nn.Module):
@@ -326,6 +332,25 @@ def patient_tracing() -> Iterator[None]:
     }
     with torch._dynamo.config.patch(settings):
         yield
+
+
+def _guard_numpy_anywhere() -> None:
+    """Let guards on numpy values hold in inference mode, also in code that Dynamo compiles in traffic.
+
+    Dynamo compiles outside inference mode and checks guards inside: the tensor that it makes of a numpy value for the
+    check is of another kind in each, so such a guard fails as soon as it is made. The tensor is made for nothing else.
+    """
+    guards = torch._dynamo.guards
+    convert = guards.from_numpy
+
+    def plain(value: Any) -> Any:
+        with torch.inference_mode(False):
+            return convert(value)
+
+    guards.from_numpy = plain
+
+
+_guard_numpy_anywhere()
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ class GraphInput:
         role: "region", "fixed", "staged" or "scalar".
         sizes: sympy expressions of a tensor's shape, or of the scalar itself; empty for other scalars.
         random: fed from the host's random module.
+        numpy: made of a numpy value in every call.
         lazy: an attribute that an earlier call has made: its size is no sign of a state that grows.
         location: the user's line that first uses it, if Dynamo kept it.
     """
@@ -56,6 +57,7 @@ class GraphInput:
     random: bool
     location: str | None
     lazy: bool = False
+    numpy: bool = False
 
     @property
     def accessor(self) -> str:
@@ -229,7 +231,7 @@ def bind(
             and not (lazy or STAGED in node.meta or is_from_numpy(node) or _is_rebound(gm, site, node, origin))
         )
         role = "region" if region is not None and region.mutability == "carry" else "fixed" if still else "staged"
-        entry = GraphInput(index, node.name, origin, role, shape, is_random_source(node), where, lazy)
+        entry = GraphInput(index, node.name, origin, role, shape, is_random_source(node), where, lazy, is_from_numpy(node))
         inputs.append(entry)
         if region is not None and contract is not None:
             axis = _check_axes(region, contract, entry, value)

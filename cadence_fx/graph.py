@@ -98,7 +98,10 @@ class GraphPlanner:
             raise
         except Exception as error:  # a graph that cannot be traced at concrete sizes runs eager, whatever the cause
             log.warning("%s: tracing %s failed", self.program.ledger.name, point, exc_info=True)
-            return Miss("not_traceable", f"{point}: {type(error).__name__}", lasting=True)
+            numpy = ", ".join(i.accessor for i in self.binding.inputs if i.numpy)
+            hint = f" ({numpy} holds numpy values, which Dynamo takes for arrays: make them Python numbers)"
+            what = f"{point}: {type(error).__name__}{hint if numpy else ''}"
+            return Miss("not_traceable", what, lasting=True)
         assert self.admission is not None
         self.program.note_sizes(self.admission.shapes(args))
         self.program.signatures.setdefault(point, []).append(self._signature(args))

@@ -53,6 +53,7 @@ class Program:
         settled: catalog entries for which a class was captured or refused for good.
         signatures: catalog entry → what its captured calls looked like, by accessor.
         attributes: path -> value of the module's attributes and buffers when warm-up began, while it lasts.
+        breaks: why and where Dynamo broke the callable into several graphs.
         watching: calls run eager and their raw outputs are kept, so that warm-up can see which output is which state.
         sealed: warm-up is over.
     """
@@ -73,6 +74,7 @@ class Program:
         self.settled: set[CatalogEntry] = set()
         self.signatures: dict[CatalogEntry, list[dict[str, tuple[Any, ...]]]] = {}
         self.attributes: Mapping[paths.Path, Any] | None = None
+        self.breaks: dict[str, None] = {}
         self.watching = False
         self.sealed = False
         self.auditor: Callable[[GraphPlanner, ReplayTable, Sequence[Any]], Any] | None = None
@@ -129,6 +131,8 @@ class Program:
         limit = self.contract.max_classes if self.contract is not None else 0
         table = ReplayTable(planner, roles, names, device, self.ledger, limit, self.lock)
         table.sealed = self.sealed
+        if site.broken is not None:
+            self.breaks[site.broken] = None
         self.graphs.append((planner, table))
 
         def call(*args: Any) -> Any:
