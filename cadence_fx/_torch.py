@@ -17,7 +17,8 @@ import sympy
 import torch
 import torch._dynamo
 from torch import fx
-from torch._dynamo.output_graph import OutputGraph, graph_break_reasons
+from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.utils import graph_break_reasons
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -88,16 +89,22 @@ def compile_site() -> CompileSite:
         code = output.root_tx.f_code
         site.values = dict(output.root_tx.f_locals)
         site.resumes = code.co_name.startswith("torch_dynamo_resume_in")
-        if site.resumes and graph_break_reasons:
-            reason = graph_break_reasons[-1]
-            line = f" at {reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno}" if reason.user_stack else ""
-            site.broken = f"{reason.reason.splitlines()[0]}{line}"
+        if site.resumes:
+            site.broken = _last_break(code.co_filename)
         # The module is `self`, or what a wrapper around it calls `fn`.
         for name in (*(code.co_varnames[:1] if code.co_argcount else ()), "fn"):
             if isinstance(site.values.get(name), torch.nn.Module):
                 site.module, site.module_name = site.values[name], name
                 break
     return site
+
+
+def _last_break(filename: str) -> str | None:
+    """Why and at which line Dynamo last broke a graph in a file."""
+    for reason in reversed(graph_break_reasons):
+        if reason.user_stack and reason.user_stack[-1].filename == filename:
+            return f"{reason.reason.splitlines()[0]} at {filename}:{reason.user_stack[-1].lineno}"
+    return None
 
 
 def _read_results(output: OutputGraph, breaks: bool, site: CompileSite) -> None:
@@ -343,11 +350,11 @@ def _guard_numpy_anywhere() -> None:
     guards = torch._dynamo.guards
     convert = guards.from_numpy
 
-    def plain(value: Any) -> Any:
+    def from_numpy(a: Any) -> torch.Tensor:
         with torch.inference_mode(False):
-            return convert(value)
+            return convert(a)
 
-    guards.from_numpy = plain
+    guards.from_numpy = from_numpy
 
 
 _guard_numpy_anywhere()

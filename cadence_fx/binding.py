@@ -190,11 +190,15 @@ def _holds(guard: sympy.Expr, solution: dict[sympy.Symbol, int]) -> bool | None:
 
 
 def bind(
-    gm: fx.GraphModule, contract: Contract | None, site: CompileSite, is_lazy: Callable[[Path], bool] = lambda path: False
+    gm: fx.GraphModule,
+    contract: Contract | None,
+    site: CompileSite,
+    is_lazy: Callable[[Path], bool] = lambda path: False,
 ) -> Binding:
     """Give every input of a Dynamo graph its role and collect the equations of its sizes.
 
-    `is_lazy` tells of an attribute of the module whether a call since the beginning of warm-up has put it there. Must run while Dynamo is compiling this graph: guards and ranges are read from its tracing context.
+    `is_lazy` tells of an attribute of the module whether a call since the beginning of warm-up has put it there. Must
+    run while Dynamo is compiling this graph: guards and ranges are read from its tracing context.
 
     Raises:
         AxisOutOfRange: a declared axis the tensor does not have.
@@ -231,7 +235,9 @@ def bind(
             and not (lazy or STAGED in node.meta or is_from_numpy(node) or _is_rebound(gm, site, node, origin))
         )
         role = "region" if region is not None and region.mutability == "carry" else "fixed" if still else "staged"
-        entry = GraphInput(index, node.name, origin, role, shape, is_random_source(node), where, lazy, is_from_numpy(node))
+        entry = GraphInput(
+            index, node.name, origin, role, shape, is_random_source(node), where, lazy, is_from_numpy(node)
+        )
         inputs.append(entry)
         if region is not None and contract is not None:
             axis = _check_axes(region, contract, entry, value)

@@ -236,7 +236,11 @@ class ExampleCall:
             f"the code fails at the declared call {entry}: {first}. "
             f"Arguments that are not declared and may have to grow: {', '.join(tensors) or 'none'}. "
             f"States at other extents than in the example call: {'; '.join(moved) or 'none'}"
-            + (f". Numpy numbers, which Dynamo takes for arrays: {', '.join(numpy)}; make them Python's" if numpy else "")
+            + (
+                f". Numpy numbers, which Dynamo takes for arrays: {', '.join(numpy)}; make them Python's"
+                if numpy
+                else ""
+            )
         )
 
     def as_given(self) -> None:

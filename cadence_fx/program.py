@@ -110,10 +110,11 @@ class Program:
         """What Dynamo calls instead of `gm`."""
         binding = bind(gm, self.contract, site, lambda path: self._is_lazy(site, path))
         numbers = {i.name for i in binding.inputs if i.role == "scalar" and i.origin.query == "value" and not i.random}
-        split = stage_reads(gm, numbers, {i.name for i in binding.inputs if i.role == "fixed"})
+        tables = {i.name for i in binding.inputs if i.role in ("fixed", "staged") and i.origin.root == "module"}
+        split = stage_reads(gm, numbers, tables)
         first = None
         if split is not None:
-            first, gm = split
+            first, gm = split[0].forward, split[1]
             binding = bind(gm, self.contract, site, lambda path: self._is_lazy(site, path))
         self._check_present(site)
         absent = self._unprimed(site)
@@ -273,7 +274,7 @@ def same_value(left: Any, right: Any) -> bool:
         return left.keys() == right.keys() and all(same_value(left[key], right[key]) for key in left)
     if isinstance(left, list):
         return len(left) == len(right) and all(map(same_value, left, right))
-    return isinstance(left, (int, float, str)) and bool(left == right)
+    return isinstance(left, (int, float, str, set)) and bool(left == right)
 
 
 def _cut_short(root: Any, path: paths.Path) -> bool:

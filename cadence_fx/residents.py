@@ -85,7 +85,8 @@ class HostSide:
         self._relied_on = [(premise, [args[i] for i in indices]) for premise, indices in self._premises]
         self._facts = Watch([t for _, tensors in self._relied_on for t in tensors], by_version=True)
         if self._facts.blind:
-            return Miss("host_read", f"{label}: {self._premises[0][0].what} checks a tensor whose writes are not counted")
+            what = f"{self._premises[0][0].what} checks a tensor made in inference mode, whose writes nobody counts"
+            return Miss("host_read", f"{label}: {what}", lasting=True)
         if (broken := self._broken()) is not None:
             return broken
         self._given = [args[i] for i in self._inputs]
@@ -152,13 +153,11 @@ class HostedRecording:
         self._host = host
         self.static_outputs = inner.static_outputs
         self.nbytes = inner.nbytes
-
-    @property
-    def closed(self) -> bool:
-        return self._inner.closed
+        self.closed = False
 
     def launch(self) -> Sequence[Any]:
         return self._host.complete(self._inner.launch())
 
     def close(self) -> None:
+        self.closed = True
         self._inner.close()

@@ -71,7 +71,8 @@ class Untouched:
         for _, module, plain, buffers in attributes:
             for key in [k for k in vars(module) if k not in plain and k not in _PLUMBING]:
                 del vars(module)[key]
-            vars(module).update((key, value) for key, value in plain.items() if not same_value(vars(module).get(key), value))
+            now = vars(module)
+            now.update({key: value for key, value in plain.items() if not same_value(now.get(key), value)})
             module._buffers.clear()
             module._buffers.update(buffers)
 
@@ -91,4 +92,4 @@ def _numbers(path: paths.Path) -> paths.Path:
 
 
 def _shallow(value: Any) -> Any:
-    return value.copy() if isinstance(value, (list, dict)) else value
+    return value.copy() if isinstance(value, (list, dict, set)) else value

@@ -58,8 +58,9 @@ def warm_up(compiled: Any, *args: Any, progress: bool | None = None, **kwargs: A
     program.unseal()
     with Untouched(original, program) as module, patient_tracing():
         try:
-            for _ in range(_ROUNDS):
+            for round_ in range(_ROUNDS):
                 start = module.attributes()
+                tell.expect(len(entries) if round_ else 0)
                 # Watching a call can show a layout of a state in which an entry has not been captured yet.
                 done: set[tuple[CatalogEntry, Variant]] = set()
                 while new := [(e, v) for e in entries for v in call.variants(e) if (e, v) not in done]:
@@ -91,6 +92,9 @@ class _Progress:
         self._total, self._name, self._done = total, name, 0
         self._start = time.perf_counter()
         self._wanted = sys.stderr.isatty() if wanted is None else wanted
+
+    def expect(self, more: int) -> None:
+        self._total += more
 
     def step(self, what: str) -> None:
         self._done += 1

@@ -38,7 +38,7 @@ class RegionSlot:
 
 @dataclass(frozen=True, slots=True)
 class Premise:
-    """What a rewrite relies on: a value that the host read in every call, and that only inputs at fixed addresses decide.
+    """What a rewrite relies on: a value that the host read in every call, decided by inputs at fixed addresses alone.
 
     ``graph`` takes ``inputs`` (placeholder names) and returns the value; it must equal ``expected`` whenever the class
     is launched.

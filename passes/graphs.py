@@ -124,7 +124,10 @@ def is_impure(node: fx.Node) -> bool:
 
 
 def add_tensor(gm: fx.GraphModule, prefix: str, value: torch.Tensor, like: torch.Tensor) -> fx.Node:
-    """A node at the insertion point for a tensor that is put on the graph module; ``like`` is a traced one of its geometry."""
+    """A node at the insertion point for a tensor that is put on the graph module.
+
+    ``like`` is a traced tensor of its geometry.
+    """
     number = 0
     while hasattr(gm, f"{prefix}{number}"):
         number += 1

@@ -118,7 +118,7 @@ class _Split:
                 self._replace(source, user, sent, held)
         self._take_outputs(outputs)
         computed = {node for node in self.varying if node.op == "call_function"}
-        results = [node for node, *_ in (*sent, *held)] + [node for _, node in outputs]
+        results = [entry[0] for entry in sent] + [entry[0] for entry in held] + [node for _, node in outputs]
         switches = {node for node in self.gm.graph.nodes if _is_switch(node)}
         graph, inputs = cut_out(self.gm, ancestors({*computed, *results}) | switches, results)
         for node in reversed([node for node in self.gm.graph.nodes if node in computed]):
