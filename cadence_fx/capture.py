@@ -24,6 +24,7 @@ from cadence_fx.outputs import OutputRule
 from cadence_fx.plan import Miss, Plan, RegionUse, destinations
 from cadence_fx.reached import Reached
 from cadence_fx.recorder import Recording, record
+from cadence_fx.residents import HostedRecording
 from cadence_fx.signature import ALIGNMENT
 from cadence_fx.trials import Trials
 
@@ -115,6 +116,10 @@ def capture(
         reference = _baseline(plan, static_args, args, names, snapshot, probed)
         if isinstance(reference, Miss):
             return reference
+        problem = plan.host.bind(static_args, plan.label) if plan.host is not None else None
+        snapshot.restore()
+        if problem is not None:
+            return problem
         trials = Trials(plan, static_args, names, snapshot)
         recording = _record_certified(plan, static_args, reference, trials, snapshot, device, ledger)
     finally:
@@ -193,6 +198,8 @@ def _record_certified(
     generators = snapshot.generators.of(device)
     for name, run in plan.runs:
         recording = record(lambda run=run: run(*everything), device, generators)  # type: ignore[misc]
+        if plan.host is not None:
+            recording = HostedRecording(recording, plan.host)
         try:
             snapshot.restore()
             outcome = certify.run_recording(plan, static_args, recording, snapshot)

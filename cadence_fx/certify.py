@@ -102,6 +102,8 @@ def run_reference(plan: Plan, static_args: Sequence[Any], snapshot: Snapshot) ->
 
 def run_recording(plan: Plan, static_args: Sequence[Any], recording: Recording, snapshot: Snapshot) -> Outcome:
     """Launch the class once; returns the outcome."""
+    if plan.host is not None:
+        plan.host.enter(static_args)
     outputs = recording.launch()
     states = [static_args[use.index] if use.output is None else use.carry.view(use.next_extent) for use in plan.regions]
     return _outcome(plan, static_args, outputs, states, snapshot)

@@ -108,6 +108,10 @@ class ReplayTable:
             problem = use.carry.make_room(args[use.index], in_place=use.output is None)
             if problem is not None:
                 return self._miss(args, Miss(*problem))
+        if plan.host is not None:
+            changed = plan.host.enter(args)
+            if changed is not None:
+                return self._miss(args, changed)
         for use in entering:
             use.carry.enter(args[use.index], use.extent, in_place=use.output is None)
         for use in entry.returned:
