@@ -204,15 +204,19 @@ def _record_certified(
             snapshot.restore()
             outcome = certify.run_recording(plan, static_args, recording, snapshot)
             snapshot.restore()
-            wrong = outcome.differs_from(reference) or trials.differs(recording)
+            if isinstance(outcome, Miss):
+                problem: str | None = outcome.detail
+            else:
+                wrong = outcome.differs_from(reference) or trials.differs(recording)
+                problem = f"{wrong} differs from eager in {plan.label}" if wrong is not None else None
         except BaseException:
             recording.close()
             raise
-        if wrong is None:
+        if problem is None:
             plan.notes.append(f"admitted: {name}")
             return recording
         recording.close()
-        plan.notes.append(f"{name} dropped: {wrong} differs from eager in {plan.label}")
+        plan.notes.append(f"{name} dropped: {problem}")
         log.warning("%s: %s", ledger.name, plan.notes[-1])
     return None
 
