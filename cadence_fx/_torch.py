@@ -411,18 +411,23 @@ def same_generator(left: torch.Generator, right: torch.Generator) -> bool:
     return left is right or left._cdata == right._cdata  # type: ignore[attr-defined]
 
 
-def abandon_pool(device: torch.device, handle: tuple[int, int]) -> None:
+def abandon_pool(device: torch.device, handle: tuple[int, int]) -> bool:
     """After a failed capture: the allocator no longer routes to this pool, nor counts that capture as a user of it.
 
     A capture that ended, or never began, has closed the pool itself; PyTorch then says that nothing is recorded to it,
     and its own count is right.
+
+    Returns:
+        Whether the capture had left the pool open. Then the allocator of pinned memory still has it open too, which
+        nothing can close: no later capture may use the handle, and the graph must outlive the process's captures.
     """
     index = device.index if device.index is not None else torch.cuda.current_device()
     try:
         torch._C._cuda_endAllocateToPool(index, handle)
     except RuntimeError:
-        return
+        return False
     torch._C._cuda_releasePool(index, handle)
+    return True
 
 
 def current_raw_stream(device: torch.device) -> Callable[[], int]:

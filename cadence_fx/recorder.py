@@ -102,6 +102,7 @@ class DevicePool:
     """
 
     _pools: dict[torch.device, DevicePool] = {}
+    _broken: list[torch.cuda.CUDAGraph] = []  # they may not be freed: see `abandon_pool`
     _guard = new_lock()
 
     def __init__(self, device: torch.device) -> None:
@@ -188,7 +189,9 @@ class DevicePool:
             if torch.cuda.is_current_stream_capturing():
                 with contextlib.suppress(RuntimeError):
                     graph.capture_end()
-        abandon_pool(self.device, self.handle)
+        if abandon_pool(self.device, self.handle):
+            self._broken.append(graph)
+            self.handle = torch.cuda.graph_pool_handle()
         with contextlib.suppress(RuntimeError):
             graph.reset()
         try:

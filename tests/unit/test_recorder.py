@@ -100,10 +100,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
         return Context()
 
-    def abandon(_: torch.device, handle: tuple[int, int]) -> None:
-        if handle[1] in found.open:
-            found.open.remove(handle[1])
-            found.users[handle[1]] -= 1
+    def abandon(_: torch.device, handle: tuple[int, int]) -> bool:
+        if handle[1] not in found.open:
+            return False
+        found.open.remove(handle[1])
+        found.users[handle[1]] -= 1
+        return True
 
     waiting = SimpleNamespace(wait_stream=lambda other: None)
     for name, value in {
@@ -120,6 +122,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr("cadence_fx.recorder.abandon_pool", abandon)
+    monkeypatch.setattr("cadence_fx.recorder.own_workspaces", contextlib.nullcontext)
     return found
 
 
@@ -203,6 +206,19 @@ def test_a_pool_without_users_is_not_used_again(device: Device) -> None:
     first.close()
     assert shared.record(draw, []) and device.users[shared.handle[1]] == 2
     second.close()
+
+
+def test_a_pool_that_a_capture_left_open_is_not_used_again(device: Device) -> None:
+    """The allocator of pinned memory cannot be told to close it. Classes that are in it live on."""
+    shared = pool()
+    healthy, handle = shared.record(draw, []), shared.handle
+    device.fail = {"invalidated": True}
+    with pytest.raises(RuntimeError, match="invalidated"):
+        shared.record(draw, [])
+    device.fail = {}
+    later = shared.record(draw, [])
+    assert shared.handle != handle and device.users[handle[1]] == device.users[shared.handle[1]] == 1
+    assert not healthy.closed and not later.closed
 
 
 def test_the_stream_is_the_callers_again(device: Device) -> None:
