@@ -119,7 +119,7 @@ class Subject:
 
     def _hand(self, fn: Callable[..., Any], name: str) -> Replay:
         """`fn` captured by hand."""
-        replay = cadence_fx.ExactShapeReplay(fn, name=name)
+        replay = cadence_fx.ExactShapeReplay(fn, name=name, frozen=True)
         self.replays.append(Replay(replay, replay.ledger, lambda: list(replay._tables.values())))
         return self.replays[-1]
 

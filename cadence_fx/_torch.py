@@ -20,6 +20,7 @@ import torch._dynamo
 import torch._inductor.config
 from torch import fx
 from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.utils import graph_break_reasons
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -52,6 +53,7 @@ class CompileSite:
         assigned: Dynamo's source of a module attribute -> name of the graph node that the frame has put there.
         times: graph node name -> how often its value leaves the frame.
         returned_inputs: names of graph inputs that leave it as they came.
+        broken: why and at which line Dynamo broke the frame that this one resumes.
     """
 
     wrapper: Any | None = None
@@ -63,6 +65,7 @@ class CompileSite:
     assigned: dict[str, str] | None = None
     times: Counter[str] = dataclasses.field(default_factory=Counter)
     returned_inputs: set[str] = dataclasses.field(default_factory=set)
+    broken: str | None = None
 
 
 def compile_site() -> CompileSite:
@@ -88,12 +91,22 @@ def compile_site() -> CompileSite:
         code = output.root_tx.f_code
         site.values = dict(output.root_tx.f_locals)
         site.resumes = code.co_name.startswith("torch_dynamo_resume_in")
+        if site.resumes:
+            site.broken = _last_break(code.co_filename)
         # The module is `self`, or what a wrapper around it calls `fn`.
         for name in (*(code.co_varnames[:1] if code.co_argcount else ()), "fn"):
             if isinstance(site.values.get(name), torch.nn.Module):
                 site.module, site.module_name = site.values[name], name
                 break
     return site
+
+
+def _last_break(filename: str) -> str | None:
+    """Why and at which line Dynamo last broke a graph in a file."""
+    for reason in reversed(graph_break_reasons):
+        if reason.user_stack and reason.user_stack[-1].filename == filename:
+            return f"{reason.reason.splitlines()[0]} at {filename}:{reason.user_stack[-1].lineno}"
+    return None
 
 
 def _read_results(output: OutputGraph, breaks: bool, site: CompileSite) -> None:
@@ -214,7 +227,18 @@ def source_name(placeholder: fx.Node) -> str | None:
     if source is None:
         return None
     name = source.name
-    return name() if callable(name) else name
+    name = name() if callable(name) else name
+    return name.removeprefix(_NUMPY).removesuffix(")") if name.startswith(_NUMPY) else name
+
+
+_NUMPY = "___from_numpy("
+
+
+def is_from_numpy(placeholder: fx.Node) -> bool:
+    """Whether Dynamo makes this input anew in every call, out of a numpy value."""
+    argument = placeholder.meta.get("grapharg")
+    source = getattr(placeholder, "_dynamo_source", None) or (argument.source if argument is not None else None)
+    return type(source).__name__ == "NumpyTensorSource"
 
 
 def is_random_source(placeholder: fx.Node) -> bool:
@@ -279,6 +303,14 @@ def to_static_aten(gm: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphModu
     return traced
 
 
+def run_composite(operator: Any, *args: Any) -> Any:
+    """Run PyTorch's own composite kernel of an aten operator, whatever modes and keys its arguments have.
+
+    A decomposition in Python that the operator may have besides is another computation than eager's.
+    """
+    return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args)
+
+
 def mark_dynamic(tensor: torch.Tensor, axis: int) -> None:
     """Ask Dynamo for a symbol on this axis; unlike `mark_dynamic` it does not raise when a branch narrows the range."""
     torch._dynamo.maybe_mark_dynamic(tensor, axis)
@@ -314,6 +346,25 @@ def patient_tracing() -> Iterator[None]:
     }
     with torch._dynamo.config.patch(settings):
         yield
+
+
+def _guard_numpy_anywhere() -> None:
+    """Let guards on numpy values hold in inference mode, also in code that Dynamo compiles in traffic.
+
+    Dynamo compiles outside inference mode and checks guards inside: the tensor that it makes of a numpy value for the
+    check is of another kind in each, so such a guard fails as soon as it is made. The tensor is made for nothing else.
+    """
+    guards = torch._dynamo.guards
+    convert = guards.from_numpy
+
+    def from_numpy(a: Any) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return convert(a)
+
+    guards.from_numpy = from_numpy
+
+
+_guard_numpy_anywhere()
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

@@ -46,7 +46,8 @@ class Admission:
 
     def shapes(self, args: Sequence[Any]) -> dict[Path, tuple[int, ...]]:
         """Shapes of the arguments that are not states."""
-        return {i.origin.path: tuple(args[i.index].shape) for i in self.binding.inputs if i.role == "staged"}
+        given = [i for i in self.binding.inputs if i.role == "staged" and not i.lazy]
+        return {i.origin.path: tuple(args[i.index].shape) for i in given}
 
     def point(self, args: Sequence[Any]) -> CatalogEntry | Miss:
         """The catalog entry of a call, or why it has none."""

@@ -9,7 +9,7 @@ symbol a value, and the graph's guards decide whether this graph is the one that
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
@@ -17,10 +17,20 @@ import torch
 from torch import fx
 
 from cadence_fx import paths
-from cadence_fx._torch import CompileSite, as_expr, current_guards, example_value, is_random_source, source_name
+from cadence_fx._torch import (
+    CompileSite,
+    as_expr,
+    current_guards,
+    example_value,
+    is_from_numpy,
+    is_random_source,
+    source_name,
+)
 from cadence_fx.catalog import Catalog, CatalogEntry
 from cadence_fx.contract import Contract, Input, Region
 from cadence_fx.errors import AxisOutOfRange, ContractError
+from cadence_fx.passes.graphs import GraphFacts
+from cadence_fx.passes.stage_reads import STAGED
 from cadence_fx.paths import Origin, Path
 
 Equation = tuple[sympy.Expr, str, str]  # size, "region" or "input", its name or accessor
@@ -34,6 +44,8 @@ class GraphInput:
         role: "region", "fixed", "staged" or "scalar".
         sizes: sympy expressions of a tensor's shape, or of the scalar itself; empty for other scalars.
         random: fed from the host's random module.
+        numpy: made of a numpy value in every call.
+        lazy: an attribute that an earlier call has made: its size is no sign of a state that grows.
         location: the user's line that first uses it, if Dynamo kept it.
     """
 
@@ -44,6 +56,8 @@ class GraphInput:
     sizes: tuple[sympy.Expr, ...]
     random: bool
     location: str | None
+    lazy: bool = False
+    numpy: bool = False
 
     @property
     def accessor(self) -> str:
@@ -175,10 +189,16 @@ def _holds(guard: sympy.Expr, solution: dict[sympy.Symbol, int]) -> bool | None:
     return bool(result) if result in (sympy.true, sympy.false) else None
 
 
-def bind(gm: fx.GraphModule, contract: Contract | None, site: CompileSite) -> Binding:
+def bind(
+    gm: fx.GraphModule,
+    contract: Contract | None,
+    site: CompileSite,
+    is_lazy: Callable[[Path], bool] = lambda path: False,
+) -> Binding:
     """Give every input of a Dynamo graph its role and collect the equations of its sizes.
 
-    Must run while Dynamo is compiling this graph: guards and ranges are read from its tracing context.
+    `is_lazy` tells of an attribute of the module whether a call since the beginning of warm-up has put it there. Must
+    run while Dynamo is compiling this graph: guards and ranges are read from its tracing context.
 
     Raises:
         AxisOutOfRange: a declared axis the tensor does not have.
@@ -207,9 +227,17 @@ def bind(gm: fx.GraphModule, contract: Contract | None, site: CompileSite) -> Bi
         mine = [r for r in regions if r.persistent and not (site.resumes and r.argument is not None)]
         region = next((r for r in mine if _is_at(r, origin)), None)
         # Only what Dynamo's guards hold to one geometry may be bound by its pointer.
-        still = origin.root != "argument" and not any(size.free_symbols for size in shape) and origin.path not in moving
+        lazy = origin.root == "module" and is_lazy(origin.path)
+        still = (
+            origin.root != "argument"
+            and not any(size.free_symbols for size in shape)
+            and origin.path not in moving
+            and not (lazy or STAGED in node.meta or is_from_numpy(node) or _is_rebound(gm, site, node, origin))
+        )
         role = "region" if region is not None and region.mutability == "carry" else "fixed" if still else "staged"
-        entry = GraphInput(index, node.name, origin, role, shape, is_random_source(node), where)
+        entry = GraphInput(
+            index, node.name, origin, role, shape, is_random_source(node), where, lazy, is_from_numpy(node)
+        )
         inputs.append(entry)
         if region is not None and contract is not None:
             axis = _check_axes(region, contract, entry, value)
@@ -228,6 +256,17 @@ def bind(gm: fx.GraphModule, contract: Contract | None, site: CompileSite) -> Bi
     known = frozenset().union(*(size.free_symbols for size, _, _ in equations)) if equations else frozenset()
     left = tuple(u for u in unexplained if not u.size.free_symbols <= known)
     return Binding(tuple(inputs), tuple(instances), tuple(equations), guards, ranges, left, _used_scalars(gm, inputs))
+
+
+def _is_rebound(gm: fx.GraphModule, site: CompileSite, node: fx.Node, origin: Origin) -> bool:
+    """Whether this very frame puts another tensor in the place of the attribute it reads."""
+    nodes = {n.name: n for n in gm.graph.nodes}
+    for source, name in (site.assigned or {}).items():
+        if origin.root == "module" and paths.origin(source, site.module_name).path == origin.path and name in nodes:
+            before, after = example_value(node), example_value(nodes[name])
+            if isinstance(after, torch.Tensor) and not GraphFacts.same_memory(before, after):
+                return True
+    return False
 
 
 def _is_at(region: Region, origin: Origin) -> bool:

@@ -22,7 +22,9 @@ from cadence_fx.layout import is_expanded, same_geometry_copy
 from cadence_fx.ledger import Ledger, log
 from cadence_fx.outputs import OutputRule
 from cadence_fx.plan import Miss, Plan, RegionUse, destinations
+from cadence_fx.reached import Reached
 from cadence_fx.recorder import Recording, record
+from cadence_fx.residents import HostedRecording
 from cadence_fx.signature import ALIGNMENT
 from cadence_fx.trials import Trials
 
@@ -37,7 +39,7 @@ class ReplayClass:
         copy_back: staged arguments that the code writes: their buffers are copied back after a launch.
         effects: the verdict under which it was admitted.
         returned: the states that leave the call as they came.
-        kept: tensors that a plain callable reached by itself: the recording reads them where they were.
+        reached: what a plain callable found in Python objects; None for a graph.
         fragile: a launch can raise halfway (on the host), with a state already written in place.
         written: storage addresses of what the code writes in place and no call may bring under another name.
     """
@@ -54,7 +56,7 @@ class ReplayClass:
     fragile: bool
     effects: Effects
     returned: list[RegionUse]
-    kept: list[torch.Tensor]
+    reached: Reached | None
     replays: int = 0
 
 
@@ -114,6 +116,10 @@ def capture(
         reference = _baseline(plan, static_args, args, names, snapshot, probed)
         if isinstance(reference, Miss):
             return reference
+        problem = plan.host.bind(static_args, plan.label) if plan.host is not None else None
+        snapshot.restore()
+        if problem is not None:
+            return problem
         trials = Trials(plan, static_args, names, snapshot)
         recording = _record_certified(plan, static_args, reference, trials, snapshot, device, ledger)
     finally:
@@ -134,7 +140,7 @@ def capture(
         fragile=not recording.static_outputs and any(use.output is None for use in plan.regions),
         effects=probed.effects,
         returned=[use for use in plan.regions if use.returned],
-        kept=snapshot.python.tensors if snapshot.python is not None else [],
+        reached=Reached(snapshot.python, plan.frozen) if snapshot.python is not None else None,
     )
 
 
@@ -192,19 +198,25 @@ def _record_certified(
     generators = snapshot.generators.of(device)
     for name, run in plan.runs:
         recording = record(lambda run=run: run(*everything), device, generators)  # type: ignore[misc]
+        if plan.host is not None:
+            recording = HostedRecording(recording, plan.host)
         try:
             snapshot.restore()
             outcome = certify.run_recording(plan, static_args, recording, snapshot)
             snapshot.restore()
-            wrong = outcome.differs_from(reference) or trials.differs(recording)
+            if isinstance(outcome, Miss):
+                problem: str | None = outcome.detail
+            else:
+                wrong = outcome.differs_from(reference) or trials.differs(recording)
+                problem = f"{wrong} differs from eager in {plan.label}" if wrong is not None else None
         except BaseException:
             recording.close()
             raise
-        if wrong is None:
+        if problem is None:
             plan.notes.append(f"admitted: {name}")
             return recording
         recording.close()
-        plan.notes.append(f"{name} dropped: {wrong} differs from eager in {plan.label}")
+        plan.notes.append(f"{name} dropped: {problem}")
         log.warning("%s: %s", ledger.name, plan.notes[-1])
     return None
 

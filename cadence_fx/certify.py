@@ -17,7 +17,7 @@ import torch
 
 from cadence_fx.bytesops import bytes_equal
 from cadence_fx.generators import Generators, Source, all_sources, device_sources, explicit, same_state
-from cadence_fx.plan import Plan
+from cadence_fx.plan import Miss, Plan
 from cadence_fx.python_state import PythonState
 from cadence_fx.recorder import Recording
 
@@ -100,8 +100,11 @@ def run_reference(plan: Plan, static_args: Sequence[Any], snapshot: Snapshot) ->
     return outputs, _outcome(plan, static_args, outputs, states, snapshot)
 
 
-def run_recording(plan: Plan, static_args: Sequence[Any], recording: Recording, snapshot: Snapshot) -> Outcome:
-    """Launch the class once; returns the outcome."""
+def run_recording(plan: Plan, static_args: Sequence[Any], recording: Recording, snapshot: Snapshot) -> Outcome | Miss:
+    """Launch the class once; returns the outcome, or why the class would not answer such a call."""
+    refused = plan.host.enter(static_args) if plan.host is not None else None
+    if refused is not None:
+        return refused
     outputs = recording.launch()
     states = [static_args[use.index] if use.output is None else use.carry.view(use.next_extent) for use in plan.regions]
     return _outcome(plan, static_args, outputs, states, snapshot)

@@ -226,10 +226,21 @@ class ExampleCall:
             for path, leaf in self._leaves(region)
             if leaf.shape[region.frame_axis] != entry.extent_of(region.name)
         ]
+        numpy = [
+            f"self.{name}.{key}" if name else f"self.{key}"
+            for name, module in (self.module.named_modules() if self.module is not None else ())
+            for key, value in vars(module).items()
+            if type(value).__module__ == "numpy"
+        ]
         return (
             f"the code fails at the declared call {entry}: {first}. "
             f"Arguments that are not declared and may have to grow: {', '.join(tensors) or 'none'}. "
             f"States at other extents than in the example call: {'; '.join(moved) or 'none'}"
+            + (
+                f". Numpy numbers, which Dynamo takes for arrays: {', '.join(numpy)}; make them Python's"
+                if numpy
+                else ""
+            )
         )
 
     def as_given(self) -> None:
@@ -242,7 +253,10 @@ class ExampleCall:
     def _explain(self, entry: CatalogEntry) -> None:
         """A declared call that was not captured: say why as an error, since this is before traffic."""
         ledger = self.program.ledger
+        broken = [f"Dynamo breaks the graph: {where}" for where in self.program.breaks]
         for reason in ledger.misses:
+            if broken:  # behind a break, a local is not known to be the argument that is called like it
+                raise NotServed(entry, reason, "; ".join([*broken, *ledger.details.get(reason, {})]))
             if reason == "undeclared_size" and not self.contract.inputs:
                 names = ", ".join(c.name for c in self.contract.clocks if c.is_base)
                 raise CatalogMismatch(

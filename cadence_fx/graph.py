@@ -18,13 +18,14 @@ from cadence_fx.errors import CadenceError, NotCapturable, PassFailed, Retention
 from cadence_fx.layout import Layout, in_layout, is_channels_last, layout_of
 from cadence_fx.ledger import log
 from cadence_fx.pairing import Pairing, extents
-from cadence_fx.passes import PassContext, RegionSlot, default_passes, run_passes
+from cadence_fx.passes import PassContext, RegionSlot, SplitHost, default_passes, run_passes
 from cadence_fx.passes.effects import all_known, draws
 from cadence_fx.passes.graphs import GraphFacts, output_node
 from cadence_fx.passes.graphs import location as _location
 from cadence_fx.passes.layout import give_layout, reads_layout
 from cadence_fx.passes.provenance import Contradicted, Proved, prove_retentions
 from cadence_fx.plan import WATCHED, Miss, Plan, RegionUse
+from cadence_fx.residents import HostSide
 from cadence_fx.retention import Span
 from cadence_fx.signature import compare, region_key, scalar_key, tensor_key
 from cadence_fx.twins import fingerprint, in_terms_of
@@ -112,7 +113,10 @@ class GraphPlanner:
             raise
         except Exception as error:  # a graph that cannot be traced at concrete sizes runs eager, whatever the cause
             log.warning("%s: tracing %s failed", self.program.ledger.name, point, exc_info=True)
-            return Miss("not_traceable", f"{point}: {type(error).__name__}", lasting=True)
+            numpy = ", ".join(i.accessor for i in self.binding.inputs if i.numpy)
+            hint = f" ({numpy} holds numpy values, which Dynamo takes for arrays: make them Python numbers)"
+            what = f"{point}: {type(error).__name__}{hint if numpy else ''}"
+            return Miss("not_traceable", what, lasting=True)
         assert self.admission is not None
         self.program.note_sizes(self.admission.shapes(args))
         self.program.signatures.setdefault(point, []).append(self._signature(args))
@@ -236,14 +240,22 @@ class GraphPlanner:
             notes=self._prove(aten, slots),
         )
         plan.notes.extend(f"{self.names[i]} is read in the layout {layout}" for i, layout in layouts.items())
+        passes = default_passes()
+        # What has left the graph for the host by then has left it for good, also where the states are not rewritten.
+        split = [pass_.name for pass_ in passes].index(SplitHost.name) + 1
+        prepared = aten
         try:
-            rewritten = run_passes(aten, context, default_passes())
+            prepared = run_passes(aten, context, passes[:split])
+            rewritten = run_passes(prepared, context, passes[split:], [pass_.name for pass_ in passes[:split]])
             plan.runs.append(("rewritten in place", rewritten.forward))
             plan.draws = any(map(draws, aten.graph.nodes)) if all_known(aten.graph) else None
         except PassFailed as error:
             log.warning("%s: %s", program.ledger.name, error)
             plan.notes.append(str(error))
-        plan.runs.append(("state copied back", _written_back(aten.forward, uses)))
+        plan.runs.append(("state copied back", _written_back(prepared.forward, uses)))
+        if prepared is not aten and (context.host is not None or context.premises):
+            positions = {node.name: i for i, node in enumerate(placeholders)}
+            plan.host = HostSide(context.host, context.premises, positions, staged)
         plan.notes.extend(context.notes)
         return plan
 

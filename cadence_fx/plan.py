@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from cadence_fx.layout import Layout
 from cadence_fx.storage import Carry
+
+if TYPE_CHECKING:
+    from cadence_fx.residents import HostSide
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,6 +80,8 @@ class Plan:
             is known, and then every source of randomness is watched while it runs.
         generators: generators among the arguments.
         owner: the plain callable, whose objects may be rebound while it runs; None for a graph.
+        frozen: the user vouches that nobody rebinds them between calls.
+        host: what runs on the host before each launch.
         beside: memory that is no argument and that the computation was seen to write.
         compared: inputs on which the certificate has compared the class with eager; 0 before it.
         fingerprint: of the computation, with arguments by name: equal ones compute the same thing.
@@ -96,7 +101,9 @@ class Plan:
     draws: bool | None = None
     generators: list[torch.Generator] = dataclasses.field(default_factory=list)
     owner: Any = None
+    frozen: bool = False
     beside: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    host: HostSide | None = None
 
     def predicted_bytes(self, args: Sequence[Any]) -> int:
         """Bytes of the inputs that are neither aliased nor fixed."""

@@ -26,6 +26,7 @@ from cadence_fx.errors import ContractError, UnknownArgument, WrongModule, unkno
 from cadence_fx.graph import GraphPlanner
 from cadence_fx.ledger import Ledger
 from cadence_fx.locks import new_lock
+from cadence_fx.passes import stage_reads
 from cadence_fx.paths import Origin
 from cadence_fx.plan import Miss
 from cadence_fx.recorder import DevicePool
@@ -51,6 +52,8 @@ class Program:
             Dynamo graph of the very same computation shares the recording.
         settled: catalog entries for which a class was captured or refused for good.
         signatures: catalog entry → what its captured calls looked like, by accessor.
+        attributes: path -> value of the module's attributes and buffers when warm-up began, while it lasts.
+        breaks: why and where Dynamo broke the callable into several graphs.
         watching: calls run eager and their raw outputs are kept, so that warm-up can see which output is which state.
         sealed: warm-up is over.
     """
@@ -70,6 +73,8 @@ class Program:
         self.twins: dict[Any, tuple[ReplayClass, list[str]]] = {}
         self.settled: set[CatalogEntry] = set()
         self.signatures: dict[CatalogEntry, list[dict[str, tuple[Any, ...]]]] = {}
+        self.attributes: Mapping[paths.Path, Any] | None = None
+        self.breaks: dict[str, None] = {}
         self.watching = False
         self.sealed = False
         self.auditor: Callable[[GraphPlanner, ReplayTable, Sequence[Any]], Any] | None = None
@@ -103,7 +108,14 @@ class Program:
 
     def compile(self, gm: fx.GraphModule, site: CompileSite) -> Callable[..., Any]:
         """What Dynamo calls instead of `gm`."""
-        binding = bind(gm, self.contract, site)
+        binding = bind(gm, self.contract, site, lambda path: self._is_lazy(site, path))
+        numbers = {i.name for i in binding.inputs if i.role == "scalar" and i.origin.query == "value" and not i.random}
+        tables = {i.name for i in binding.inputs if i.role in ("fixed", "staged") and i.origin.root == "module"}
+        split = stage_reads(gm, numbers, tables)
+        first = None
+        if split is not None:
+            first, gm = split[0].forward, split[1]
+            binding = bind(gm, self.contract, site, lambda path: self._is_lazy(site, path))
         self._check_present(site)
         absent = self._unprimed(site)
         device = _device(gm)
@@ -120,14 +132,29 @@ class Program:
         limit = self.contract.max_classes if self.contract is not None else 0
         table = ReplayTable(planner, roles, names, device, self.ledger, limit, self.lock)
         table.sealed = self.sealed
+        if site.broken is not None:
+            self.breaks[site.broken] = None
         self.graphs.append((planner, table))
 
         def call(*args: Any) -> Any:
+            if first is not None:
+                args = (*args, *first(*args))
             if self.auditor is not None:
                 return self.auditor(planner, table, args)
             return planner.finish(table(args), args)
 
         return call
+
+    def _is_lazy(self, site: CompileSite, path: paths.Path) -> bool:
+        """Whether an attribute is not what it was when warm-up began: the code itself has put it there."""
+        if self.attributes is None or site.module is None:
+            return False
+        try:
+            owner, value = paths.get(site.module, path[:-1]), paths.get(site.module, path)
+        except LookupError:
+            return False
+        kept = isinstance(owner, torch.nn.Module) and path[-1] not in owner._parameters
+        return kept and not same_value(value, self.attributes.get(path))
 
     def _check_present(self, site: CompileSite) -> None:
         """Attributes a contract names must exist in the module it is given for."""
@@ -234,6 +261,21 @@ class Program:
         for program in list(cls._all):
             program.close()
         DevicePool.teardown()
+
+
+def same_value(left: Any, right: Any) -> bool:
+    """Whether two values of an attribute are one object, or one memory, or containers of the same, or equal numbers."""
+    if left is right:
+        return True
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor):  # what is written in place may come back as another object
+        return left.data_ptr() == right.data_ptr() and left.shape == right.shape and left.stride() == right.stride()
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same_value(left[key], right[key]) for key in left)
+    if isinstance(left, list):
+        return len(left) == len(right) and all(map(same_value, left, right))
+    return isinstance(left, (int, float, str, set)) and bool(left == right)
 
 
 def _cut_short(root: Any, path: paths.Path) -> bool:

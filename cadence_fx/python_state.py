@@ -7,6 +7,7 @@ that objects keep their identity. Bytes of tensors are not looked at here.
 from __future__ import annotations
 
 import functools
+import operator
 import random
 import sys
 import types
@@ -59,6 +60,15 @@ class _Container:
         first = next((i for i, (a, b) in enumerate(zip(saved, now, strict=False)) if not _same(a, b)), len(saved))
         return [self.spell.format(first)]
 
+    def is_same(self) -> bool:
+        """Whether nothing has changed; fast where every element is the very object that it was."""
+        live, saved = self.live, self.saved
+        if isinstance(live, (dict, list)) and len(live) == len(saved):
+            mine, theirs = (live.values(), saved.values()) if isinstance(live, dict) else (live, saved)
+            if all(map(operator.is_, mine, theirs)) and (isinstance(live, list) or live.keys() == saved.keys()):
+                return True
+        return not self.changed()
+
     def put_back(self) -> None:
         live, saved = self.live, self.saved
         if isinstance(live, types.CellType):
@@ -109,6 +119,12 @@ class PythonState:
         """What is no longer as it was: `self.table`, `self.layers.0.seen[2]`."""
         found = [f"the class of {name}" for module, kind, name in self._classes if type(module) is not kind]
         return found + [name for container in self._containers for name in container.changed()]
+
+    def is_same(self) -> bool:
+        """Whether `changes` would find nothing."""
+        if any(type(module) is not kind for module, kind, _ in self._classes):
+            return False
+        return all(container.is_same() for container in self._containers)
 
     def put_back(self) -> None:
         """Everything that was rebound is as it was; containers that did not change are not touched."""

@@ -40,6 +40,7 @@ class PlainPlanner:
         staged: list[int],
         generators: list[int],
         name: str,
+        frozen: bool,
     ) -> None:
         self._fn = fn
         self._owner = owner
@@ -47,6 +48,7 @@ class PlainPlanner:
         self._staged = staged
         self._generators = generators
         self._name = name
+        self._frozen = frozen
         # Where generators live among the callable's attributes: replaced, they make another class.
         self._places: list[Place] = []
 
@@ -64,6 +66,7 @@ class PlainPlanner:
             written=list(self._fixed),
             generators=[args[i] for i in self._generators],
             owner=self._owner,
+            frozen=self._frozen,
         )
 
     def key_part(self, args: Sequence[Any]) -> tuple[Any, ...]:
@@ -97,10 +100,12 @@ class ExactShapeReplay:
             be capturable: no host reads, no allocation on other streams. Its first call may build what later ones use
             (a table, a buffer): that call runs eager. One that rebinds something in every call runs eager for good.
         aliased: the tensors among the arguments that are bound by pointer: never copied, and `fn` may write them. A
-        call
-            that brings another tensor in their place runs eager and drops the class.
+            call that brings another tensor in their place runs eager and drops the class.
         name: for messages and reports.
         max_classes: most signatures captured; further ones run eager, counted.
+        frozen: the caller vouches that nothing `fn` reaches by itself (attributes, weights, closures) is rebound or
+            moved from its first call on. Then it is not looked at in each call, which takes a microsecond or so for
+            each module and tensor.
 
     Outputs are safe to keep, except views of aliased arguments, which are views of the caller's own memory as in eager.
     """
@@ -112,12 +117,14 @@ class ExactShapeReplay:
         aliased: Sequence[torch.Tensor] = (),
         name: str | None = None,
         max_classes: int = 64,
+        frozen: bool = False,
     ) -> None:
         self.fn = fn
         self.name: str = name or str(getattr(fn, "__name__", type(fn).__name__))
         self.ledger = Ledger(self.name)
         self._aliased = {id(t): t for t in aliased}
         self._max_classes = max_classes
+        self._frozen = frozen
         self._tables: dict[Any, ReplayTable] = {}
         self._lock = new_lock()
 
@@ -142,14 +149,15 @@ class ExactShapeReplay:
         generators = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Generator)]
         scalars = [i for i in range(len(leaves)) if i not in {*tensors, *generators}]
         device = _device([*(leaves[i] for i in (*tensors, *generators)), *PythonState(self.fn).tensors])
-        planner = PlainPlanner(flat_fn, self.fn, fixed, staged, generators, self.name)
+        planner = PlainPlanner(flat_fn, self.fn, fixed, staged, generators, self.name, self._frozen)
         names = [f"leaf {i}" for i in range(len(leaves))]
         roles: tuple[list[int], ...] = ([], staged, scalars, fixed)
         return ReplayTable(planner, roles, names, device, self.ledger, self._max_classes, self._lock)  # type: ignore[arg-type]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExactShapeReplay:
         """A copy starts afresh: classes are bound to the original's memory."""
-        return ExactShapeReplay(copy.deepcopy(self.fn, memo), name=self.name, max_classes=self._max_classes)
+        fn = copy.deepcopy(self.fn, memo)
+        return ExactShapeReplay(fn, name=self.name, max_classes=self._max_classes, frozen=self._frozen)
 
     @property
     def classes(self) -> list[ReplayClass]:

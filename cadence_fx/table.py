@@ -6,6 +6,7 @@ Every clause fails closed: a call that is not proved runs eager and is counted w
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,6 +64,7 @@ class ReplayTable:
         self._lock = lock
         self._turn = turn_on(device, lock)
         self._moves: dict[int, int] = {}
+        self._rebindings: Counter[str] = Counter()
         self._tensors = sorted([*self.regions, *self.staged, *self.fixed])
 
     # -- the hot path -------------------------------------------------------------------------------------------------
@@ -92,6 +94,8 @@ class ReplayTable:
             entry = answer
         elif not pointers_equal(args, entry.pointers, entry.plan.fixed):
             return self._moved(entry, args)
+        elif entry.reached is not None and (what := entry.reached.changed()) is not None:
+            return self._rebound(what, args)
         if entry.written or entry.copy_back:
             shared = overlap(entry.plan, entry.written, args, self.names)
             if shared is not None:
@@ -104,6 +108,10 @@ class ReplayTable:
             problem = use.carry.make_room(args[use.index], in_place=use.output is None)
             if problem is not None:
                 return self._miss(args, Miss(*problem))
+        if plan.host is not None:
+            changed = plan.host.enter(args)
+            if changed is not None:
+                return self._miss(args, changed)
         for use in entering:
             use.carry.enter(args[use.index], use.extent, in_place=use.output is None)
         for use in entry.returned:
@@ -143,7 +151,18 @@ class ReplayTable:
             self.drop(key)
         return self._miss(args, Miss("address", f"{name} is not where it was captured"))
 
+    def _rebound(self, what: str, args: Sequence[Any]) -> Any:
+        """A plain callable would find something else in its objects: like `_moved`."""
+        self._rebindings[what] += 1
+        for key in [key for key, each in self.classes.items() if each.reached is not None and each.reached.changed()]:
+            self.ledger.invalidate("rebound", what)
+            self.drop(key)
+        return self._miss(args, Miss("rebound", what))
+
     def _restless(self) -> Miss | None:
+        for what, times in self._rebindings.items():
+            if times >= _RESTLESS:
+                return Miss("unstable_state", f"{what}, again and again: pass it as an argument")
         for i, moves in self._moves.items():
             if moves >= _RESTLESS:
                 return Miss(

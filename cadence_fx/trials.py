@@ -49,7 +49,8 @@ class Trials:
         try:
             for kind, expected in self._expected:
                 self._vary(kind)
-                wrong = certify.run_recording(self._plan, self._args, recording, self._snapshot).differs_from(expected)
+                outcome = certify.run_recording(self._plan, self._args, recording, self._snapshot)
+                wrong = outcome.differs_from(expected) if isinstance(outcome, certify.Outcome) else None
                 if wrong is not None:
                     return f"{wrong} on {_KINDS[kind][0]}"
         finally:

@@ -22,6 +22,9 @@ from cadence_fx.report import Report, report
 from cadence_fx.untouched import Untouched
 
 _QUIET_SECONDS = 2.0
+# The module may be another one after the declared stream has been walked once (tables built, counters on their way):
+# the calls of later turns meet it so.
+_ROUNDS = 2
 
 
 def warm_up(compiled: Any, *args: Any, progress: bool | None = None, **kwargs: Any) -> Report:
@@ -53,16 +56,23 @@ def warm_up(compiled: Any, *args: Any, progress: bool | None = None, **kwargs: A
     entries = program.catalog.entries
     tell = _Progress(len(entries) + 1, program.name, progress)
     program.unseal()
-    with Untouched(original, program), patient_tracing():
+    with Untouched(original, program) as module, patient_tracing():
         try:
-            # Watching a call can show a layout of a state in which an entry has not been captured yet.
-            done: set[tuple[CatalogEntry, Variant]] = set()
-            while new := [(e, v) for e in entries for v in call.variants(e) if (e, v) not in done]:
-                entry, variant = new[0]
-                done.add(new[0])
-                tell.step(str(entry))
-                call.watch(entry, variant)
-                call.capture(entry, variant)
+            for round_ in range(_ROUNDS):
+                start = module.attributes()
+                tell.expect(len(entries) if round_ else 0)
+                # Watching a call can show a layout of a state in which an entry has not been captured yet.
+                done: set[tuple[CatalogEntry, Variant]] = set()
+                while new := [(e, v) for e in entries for v in call.variants(e) if (e, v) not in done]:
+                    entry, variant = new[0]
+                    done.add(new[0])
+                    tell.step(str(entry))
+                    before = module.attributes()
+                    call.watch(entry, variant)
+                    module.put_back(before)  # the call that builds a table is captured too, not only those after it
+                    call.capture(entry, variant)
+                if not module.changed(start):
+                    break
             tell.step("as called by the user")
             call.as_given()
         except Exception as error:
@@ -82,6 +92,9 @@ class _Progress:
         self._total, self._name, self._done = total, name, 0
         self._start = time.perf_counter()
         self._wanted = sys.stderr.isatty() if wanted is None else wanted
+
+    def expect(self, more: int) -> None:
+        self._total += more
 
     def step(self, what: str) -> None:
         self._done += 1

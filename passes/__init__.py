@@ -1,7 +1,8 @@
 """Rewrites of static aten graphs. The only part of the backend that may name operators."""
 
-from cadence_fx.passes.base import Pass, PassContext, PassResult, RegionSlot
+from cadence_fx.passes.base import HostPart, Pass, PassContext, PassResult, Premise, RegionSlot
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
+from cadence_fx.passes.hoist_host_reads import HoistHostReads
 from cadence_fx.passes.pipeline import default_passes, register_pass, run_passes
 from cadence_fx.passes.provenance import (
     Contradicted,
@@ -12,17 +13,23 @@ from cadence_fx.passes.provenance import (
     prove_retentions,
 )
 from cadence_fx.passes.reinplace_retention import ReinplaceRetention
+from cadence_fx.passes.split_host import SplitHost
+from cadence_fx.passes.stage_reads import stage_reads
 from cadence_fx.passes.verify_capturable import VerifyCapturable
 
 __all__ = [
     "Contradicted",
     "FoldHostConstants",
+    "HoistHostReads",
+    "HostPart",
     "Pass",
     "PassContext",
     "PassResult",
+    "Premise",
     "Proved",
     "RegionSlot",
     "ReinplaceRetention",
+    "SplitHost",
     "Unproved",
     "Verdict",
     "VerifyCapturable",
@@ -31,4 +38,5 @@ __all__ = [
     "prove_retentions",
     "register_pass",
     "run_passes",
+    "stage_reads",
 ]

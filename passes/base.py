@@ -10,13 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import torch
 import torch.fx as fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 if TYPE_CHECKING:
     from cadence_fx.contract import Region
 
-__all__ = ["Pass", "PassContext", "PassResult", "RegionSlot"]
+__all__ = ["HostPart", "Pass", "PassContext", "PassResult", "Premise", "RegionSlot"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,37 @@ class RegionSlot:
     destination: str | None = None  # node name of the placeholder for the new state's storage, once there is one
 
 
+@dataclass(frozen=True, slots=True)
+class Premise:
+    """What a rewrite relies on: a value that the host read in every call, decided by inputs at fixed addresses alone.
+
+    ``graph`` takes ``inputs`` (placeholder names) and returns the value; it must equal ``expected`` whenever the class
+    is launched.
+    """
+
+    what: str  # the node and the user's line
+    graph: fx.GraphModule
+    inputs: tuple[str, ...]
+    expected: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HostPart:
+    """The part of a graph that runs on the host, before each launch of the rest.
+
+    ``graph`` takes ``inputs`` (placeholder names) and returns the values of ``residents``, of ``held`` and of the
+    ``outputs``, in this order.
+    """
+
+    graph: fx.GraphModule
+    inputs: tuple[str, ...]
+    residents: tuple[torch.Tensor, ...]  # on the device; each call's value is copied into them
+    held: tuple[torch.Tensor, ...]  # on the host; numbers that kernels take by value, and so may not change
+    held_names: tuple[str, ...]  # the node that takes each of them, and the user's line
+    outputs: tuple[int, ...]  # indices among the outputs of the whole graph
+    writes: bool  # whether it writes an input
+
+
 @dataclass(slots=True)
 class PassContext:
     """The facts shared by the passes of one graph; passes replace ``regions`` entries and append to ``notes``."""
@@ -42,6 +74,8 @@ class PassContext:
     regions: tuple[RegionSlot, ...] = ()
     frozen_inputs: frozenset[str] = frozenset()  # placeholders whose pointer never changes: parameters and buffers
     notes: list[str] = field(default_factory=list)  # what was done or refused, and why
+    premises: list[Premise] = field(default_factory=list)  # what must hold before each launch
+    host: HostPart | None = None  # what runs on the host before each launch
 
 
 @runtime_checkable

@@ -10,7 +10,9 @@ import torch.fx as fx
 
 from cadence_fx.passes.graphs import GraphFacts, OpOverload, is_impure
 
-__all__ = ["Constants"]
+__all__ = ["VARIES", "Constants"]
+
+VARIES = "cadence_varies"  # in the meta of a tensor attribute that is filled anew before each launch
 
 
 class Constants:
@@ -50,6 +52,8 @@ class Constants:
         if self._facts.writes_to(node):
             return False
         if node.op == "get_attr":
+            if node.meta.get(VARIES):
+                return False
             value = self._attribute(node)
             return isinstance(value, torch.Tensor) and type(value) is torch.Tensor and value.device.type != "meta"
         if node.op != "call_function" or is_impure(node):

@@ -25,7 +25,7 @@ import torch.fx as fx
 
 from cadence_fx.passes.base import PassContext, PassResult
 from cadence_fx.passes.constants import Constants
-from cadence_fx.passes.graphs import GraphFacts, bound_args, erase_dead_code, output_node
+from cadence_fx.passes.graphs import GraphFacts, add_tensor, bound_args, erase_dead_code, output_node
 from cadence_fx.passes.movement import INDEXED, TRANSFERS
 
 __all__ = ["FoldHostConstants", "leaves_host"]
@@ -95,14 +95,8 @@ class FoldHostConstants:
 
 def _replace(gm: fx.GraphModule, node: fx.Node, user: fx.Node, value: torch.Tensor) -> None:
     """Put a constant in the place of ``node``: for every user if ``user`` is ``node`` itself, else for that one."""
-    number = 0
-    while hasattr(gm, f"_folded_{number}"):
-        number += 1
-    gm.register_buffer(f"_folded_{number}", value, persistent=False)
     with gm.graph.inserting_before(user):
-        constant = gm.graph.get_attr(f"_folded_{number}")
-    # The traced value stands for the constant in later passes, which compare storages; a shared one would alias.
-    constant.meta["val"] = torch.empty_like(node.meta["val"], device=value.device)
+        constant = add_tensor(gm, "_folded_", value, like=node.meta["val"])
     if user is node:
         node.replace_all_uses_with(constant)
     else:

@@ -14,6 +14,7 @@ __all__ = [
     "ALLOCATIONS",
     "GraphFacts",
     "OpOverload",
+    "add_tensor",
     "bound_args",
     "emit",
     "erase_dead_code",
@@ -24,6 +25,7 @@ __all__ = [
     "output_node",
     "schema",
     "tensor_val",
+    "tensors_in",
 ]
 
 aten = torch.ops.aten
@@ -131,6 +133,21 @@ def is_impure(node: fx.Node) -> bool:
     return bool(may_write(node)) or not schema(node).returns
 
 
+def add_tensor(gm: fx.GraphModule, prefix: str, value: torch.Tensor, like: torch.Tensor) -> fx.Node:
+    """A node at the insertion point for a tensor that is put on the graph module.
+
+    ``like`` is a traced tensor of its geometry.
+    """
+    number = 0
+    while hasattr(gm, f"{prefix}{number}"):
+        number += 1
+    gm.register_buffer(f"{prefix}{number}", value, persistent=False)
+    node = gm.graph.get_attr(f"{prefix}{number}")
+    # The traced value stands for the tensor in later passes, which compare storages; a shared one would alias.
+    node.meta["val"] = torch.empty_like(like, device=value.device)
+    return node
+
+
 def emit(graph: fx.Graph, target: Any, *args: Any, like: fx.Node) -> fx.Node:
     """Append ``target(*args)`` at the insertion point, with its value traced and the origin of ``like``."""
     node = graph.call_function(target, args)
@@ -156,7 +173,7 @@ class GraphFacts:
             self._parent[node] = node
             for source in _schema_aliases(node):
                 self._join(node, source)
-            for tensor in _tensors_in(node.meta.get("val")):
+            for tensor in tensors_in(node.meta.get("val")):
                 self._join(node, by_storage.setdefault(StorageWeakRef(tensor.untyped_storage()), node))
         self.writes: dict[fx.Node, list[fx.Node]] = {}  # class representative -> nodes that may write it, in order
         for node in self.order:
@@ -263,9 +280,10 @@ def _nodes_in(value: Any) -> Iterator[fx.Node]:
             yield from _nodes_in(item)
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a traced value."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors_in(item)
+            yield from tensors_in(item)

@@ -15,7 +15,9 @@ import torch.fx as fx
 from cadence_fx.errors import CadenceError, PassFailed
 from cadence_fx.passes.base import Pass, PassContext
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
+from cadence_fx.passes.hoist_host_reads import HoistHostReads
 from cadence_fx.passes.reinplace_retention import ReinplaceRetention
+from cadence_fx.passes.split_host import SplitHost
 from cadence_fx.passes.verify_capturable import VerifyCapturable
 
 __all__ = ["default_passes", "register_pass", "run_passes"]
@@ -41,26 +43,31 @@ def default_passes() -> list[Pass]:
     """The passes of every class, in the order in which they run."""
     return [
         *_registered,  # additions see the graph as it was traced, before any write on a carry exists
+        HoistHostReads(),  # before constants are folded: what it opens reads some
         FoldHostConstants(),  # before the states are followed: what it leaves behind is constant and on the device
+        SplitHost(),  # after the constants: what is left on the host changes from call to call
         ReinplaceRetention(),  # after whatever changes how a state is computed; its writes must stay at the end
         VerifyCapturable(),  # last: it judges the graph that will be recorded
     ]
 
 
-def run_passes(gm: fx.GraphModule, ctx: PassContext, passes: Sequence[Pass] | None = None) -> fx.GraphModule:
+def run_passes(
+    gm: fx.GraphModule, ctx: PassContext, passes: Sequence[Pass] | None = None, before: Sequence[str] = ()
+) -> fx.GraphModule:
     """Run ``passes`` (the default list if None) on a copy of ``gm`` and return it, linted and recompiled.
 
     The graph is copied; tensors it refers to (weights, constants) are shared with ``gm``, since copies of those would
     live at other addresses and no longer follow the originals.
 
-    A pass that fails raises ``PassFailed`` with the passes that ran before it; an error that already is one of the
-    project's own (such as ``NotCapturable``) says more than that and goes through unchanged.
+    A pass that fails raises ``PassFailed`` with the passes that ran before it, in an earlier run too (``before``); an
+    error that already is one of the project's own (such as ``NotCapturable``) says more than that and goes through
+    unchanged.
     """
     source, gm = gm, fx.GraphModule(gm, copy.deepcopy(gm.graph), type(gm).__name__)
     gm.meta.update(source.meta)
-    done: list[str] = []
+    done = list(before)
     for pass_ in default_passes() if passes is None else passes:
-        before = (gm.code, _op_counts(gm)) if _debugging() else None
+        earlier = (gm.code, _op_counts(gm)) if _debugging() else None
         started = time.perf_counter()
         try:
             if (requires := getattr(pass_, "requires", None)) is not None:
@@ -77,8 +84,8 @@ def run_passes(gm: fx.GraphModule, ctx: PassContext, passes: Sequence[Pass] | No
         except Exception as cause:
             raise PassFailed(pass_.name, done, cause) from cause
         done.append(pass_.name)
-        if before is not None:
-            _report(pass_.name, bool(result.modified), time.perf_counter() - started, before, gm)
+        if earlier is not None:
+            _report(pass_.name, bool(result.modified), time.perf_counter() - started, earlier, gm)
     return gm
 
 

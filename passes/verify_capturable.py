@@ -27,7 +27,12 @@ __all__ = ["VerifyCapturable"]
 
 aten = torch.ops.aten
 # Reads that no tag tells of.
-_HOST_READS = {aten.is_nonzero.default, aten.where.default, aten.tensor_split.tensor_indices_or_sections}
+_HOST_READS = {
+    aten.is_nonzero.default,
+    aten.istft.default,
+    aten.where.default,
+    aten.tensor_split.tensor_indices_or_sections,
+}
 
 
 class VerifyCapturable:

@@ -94,8 +94,8 @@ def test_a_table_that_grows_with_the_size() -> None:
         x = torch.ones(size)
         assert_same(replay(x), eager(x), f"size {size}")
         assert module.table.numel() == eager.table.numel()
-    assert dict(replay.ledger.misses) == {"initialises": 2} and len(replay.classes) == 2
-    assert all(any(t.numel() == n for t in c.kept) for c, n in zip(replay.classes, (3, 5), strict=True))
+    # The class of the smaller size has the earlier table: another object, whatever is in it.
+    assert dict(replay.ledger.misses) == {"initialises": 2, "rebound": 1} and len(replay.classes) == 2
 
 
 def test_lazy_parameters_get_their_shape_from_an_eager_call() -> None:
@@ -214,8 +214,8 @@ def test_warm_up_does_not_make_the_first_call(kind: type[Toy]) -> None:
         assert isinstance(live.table, Tensor)
         assert_same(live.table, pair.eager.module.table, "table")
     pair.check_kept()
-    # Warm-up's own table is gone with warm-up: the classes that read it are dropped once, and captured anew.
-    assert pair.missed() == Counter({"address": 1}) and pair.since("replays") == 7
+    # What the code itself puts there is staged: warm-up's own table is gone with warm-up, and no class is bound to it.
+    assert pair.missed() == Counter() and pair.since("replays") == 8
 
 
 def test_warm_up_undoes_what_is_nested() -> None:

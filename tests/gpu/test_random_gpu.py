@@ -273,7 +273,7 @@ def only_while_capturing(failure: Callable[[], object]) -> Callable[[Tensor], Te
 
 
 def draws(x: Tensor) -> Tensor:
-    return x + torch.rand_like(x) * torch.rand_like(x)
+    return (x + torch.rand_like(x)) * torch.rand_like(x)
 
 
 INSIDE: dict[str, Callable[[], object]] = {
@@ -336,6 +336,8 @@ def test_C34_a_capture_that_fails_hurts_nothing(stage: str, monkeypatch: pytest.
 
 def test_a_pool_whose_last_class_has_gone_is_not_used_again() -> None:
     """The allocator forgets a pool without users, and would stop at its handle."""
+    torch.compiler.reset()
+    gc.collect()  # what a failed test has left
     x = torch.ones(64, device=DEVICE)
     held = []
     for number in range(3):

@@ -82,7 +82,9 @@ def test_refusal_goes_through_unchanged() -> None:
 
 def test_default_order() -> None:
     assert [pass_.name for pass_ in default_passes()] == [
+        "hoist_host_reads",
         "fold_host_constants",
+        "split_host",
         "reinplace_retention",
         "verify_capturable",
     ]

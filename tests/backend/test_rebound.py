@@ -1,0 +1,139 @@
+"""A plain callable whose objects somebody rebinds between two calls: weights, attributes, lists, closures, globals."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cadence_fx import ExactShapeReplay
+from tests.harness import assert_same
+
+FACTOR = 2.0
+
+
+class Layered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.scale = 1.5
+        self.gains = [1.0, 2.0]
+        self.extra: dict[str, Tensor] = {"bias": torch.ones(4)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale * self.gains[1] + self.extra["bias"]
+
+
+def weights(module: Layered) -> dict[str, Tensor]:
+    return {name: torch.randn_like(value) for name, value in module.state_dict().items()}
+
+
+def replace_data(module: Layered) -> None:
+    module.get_submodule("layers.2").weight.data = torch.full((4, 4), 0.25)
+
+
+def assign(module: Layered) -> None:
+    torch.manual_seed(4)
+    module.load_state_dict(weights(module), assign=True)
+
+
+def convert(module: Layered) -> None:
+    module.double().float()
+
+
+def swap_layer(module: Layered) -> None:
+    torch.manual_seed(5)
+    module.layers[1] = nn.Linear(4, 4)
+
+
+def scale(module: Layered) -> None:
+    module.scale = -0.5
+
+
+def gain(module: Layered) -> None:
+    module.gains[1] = 0.5
+
+
+def extra(module: Layered) -> None:
+    module.extra["bias"] = torch.zeros(4)
+
+
+CHANGES = [replace_data, assign, convert, swap_layer, scale, gain, extra]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
+def test_a_change_is_seen_once_and_replayed_afterwards(change: Callable[[Layered], None]) -> None:
+    module = Layered()
+    eager, replay = copy.deepcopy(module), ExactShapeReplay(module)
+    with torch.no_grad():
+        for i in range(8):
+            if i == 3:
+                change(module)
+                change(eager)
+            x = torch.randn(2, 4)
+            assert_same(replay(x), eager(x), f"call {i}")
+    ledger = replay.ledger
+    assert dict(ledger.misses) == {"rebound": 1} and dict(ledger.invalidations) == {"rebound": 1}
+    assert ledger.captures == 2 and ledger.replays == 7
+    assert any("another than in the capture" in detail for detail in ledger.details["rebound"])
+
+
+def test_the_name_of_what_has_changed() -> None:
+    module = Layered()
+    replay, x = ExactShapeReplay(module), torch.randn(2, 4)
+    with torch.no_grad():
+        replay(x)
+        scale(module)
+        replay(x), replay(x)
+        replace_data(module)
+        replay(x)
+    assert list(replay.ledger.details["rebound"]) == [
+        "self.scale is another than in the capture",
+        "the memory of Linear.weight is another than in the capture",
+    ]
+
+
+def test_a_value_that_never_rests_runs_eager() -> None:
+    module = Layered()
+    replay = ExactShapeReplay(module)
+    with torch.no_grad():
+        for i in range(12):
+            module.scale = i / 2
+            x = torch.randn(2, 4)
+            assert_same(replay(x), module(x), f"call {i}")
+    assert set(replay.ledger.misses) == {"rebound", "unstable_state"} and replay.ledger.captures == 3
+
+
+def test_closures_and_globals(monkeypatch: pytest.MonkeyPatch) -> None:
+    bias = torch.ones(4)
+
+    def f(x: Tensor) -> Tensor:
+        return x * FACTOR + bias
+
+    replay, x = ExactShapeReplay(f), torch.randn(4)
+    assert_same(replay(x), f(x), "as captured")
+    monkeypatch.setitem(globals(), "FACTOR", 3.0)
+    assert_same(replay(x), f(x), "another global")
+    assert_same(replay(x), f(x), "captured anew")
+    bias = torch.zeros(4)
+    assert_same(replay(x), f(x), "another cell")
+    assert dict(replay.ledger.misses) == {"rebound": 2}
+
+
+def test_frozen_is_taken_at_its_word() -> None:
+    """On a GPU the class goes on with what it was captured with; a host recording runs the code, and follows."""
+    module = Layered()
+    replay = ExactShapeReplay(module, frozen=True)
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        for change in (replace_data, scale, extra):
+            replay(x)
+            change(module)
+        replay(x)
+    assert replay.ledger.misses == Counter() and replay.ledger.captures == 1 and replay.ledger.replays == 4
