@@ -139,7 +139,7 @@ class _Split:
             if not isinstance(node.target, OpOverload) or node.target.namespace not in ("aten", "prims"):
                 raise NotCapturable("opaque_call", node.name, location(node))
             if torch.Tag.nondeterministic_seeded in node.target.tags:
-                raise NotCapturable("draws_random", node.name, location(node))
+                raise NotCapturable("host_random", node.name, location(node))
             if torch.Tag.data_dependent_output in node.target.tags:
                 raise NotCapturable("host_read", node.name, location(node))
         states = {name for slot in self.ctx.regions for name in (slot.placeholder, slot.destination)}

@@ -33,6 +33,8 @@ _HOST_READS = {
     aten.where.default,
     aten.tensor_split.tensor_indices_or_sections,
 }
+# Kernels of a device that copy from the host in their midst: coefficients of a series.
+_HOST_COPIES = {aten.matrix_exp.default, aten.linalg_matrix_exp.default}
 
 
 class VerifyCapturable:
@@ -73,6 +75,8 @@ class VerifyCapturable:
             return "draws_random"
         if accelerated and draws(node) and not _is_accelerated(node):
             return "host_random"
+        if node.target in _HOST_COPIES and _is_accelerated(node):
+            return "host_copy"
         for source, target in _transfers(node):
             if self._crosses(source, target):
                 return "host_copy"

@@ -194,11 +194,21 @@ class Parametrised(Base):
             new.weight_norm(nn.Linear(C, C, dtype=torch.float64)),
             new.spectral_norm(nn.Linear(C, C, dtype=torch.float64)),
             old.spectral_norm(nn.Linear(C, C, dtype=torch.float64)),
-            new.orthogonal(nn.Linear(C, C, dtype=torch.float64)),
         )
 
     def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
         return self.attend(self.layers(self.conv(x.transpose(1, 2)).transpose(1, 2)), cache)
+
+
+class Orthogonal(Base):
+    """Its matrix exponential copies from the host in the midst of its kernel, on a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.utils.parametrizations.orthogonal(nn.Linear(C, C, dtype=torch.float64))
+
+    def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        return self.attend(self.layer(x), cache)
 
 
 class NumpyValues(Base):
@@ -222,7 +232,7 @@ class MadeInside(Base):
 
 ABSORBED = [
     BuiltOnce, BuiltLonger, RegisteredLate, Rebinds, CountsInPlace, Counts, Slices, BuiltOnceSliced, Turns, Ranges,
-    Branches, Dropouts, Parametrised, NumpyValues, MadeInside,
+    Branches, Dropouts, Parametrised, Orthogonal, NumpyValues, MadeInside,
 ]  # fmt: skip
 
 

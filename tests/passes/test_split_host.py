@@ -176,7 +176,7 @@ def test_number_that_changes_with_every_call() -> None:
 
 
 def test_host_random_numbers() -> None:
-    assert refused(lambda x, w: (x * (w + torch.rand(4)).to(torch.float64),), X, W) == "draws_random"
+    assert refused(lambda x, w: (x * (w + torch.rand(4)).to(torch.float64),), X, W) == "host_random"
 
 
 def test_write_on_an_argument_of_the_caller() -> None:

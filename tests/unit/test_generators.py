@@ -63,5 +63,5 @@ def test_whose_device_a_source_is_of() -> None:
 
 def test_a_seed_is_a_change_even_where_nothing_is_drawn() -> None:
     generators = Generators(all_sources())
-    torch.manual_seed(1234)
+    torch.default_generator.manual_seed(1234)
     assert [source.name for source in generators.moved()] == ["torch's CPU generator"]
