@@ -11,6 +11,8 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 # Released model code that the demos and the adapter tests run. Their own dependency lists (torchaudio, onnxruntime,
 # diffusers, ...) serve parts that nothing here uses, hence --no-deps.
 VENDOR := stepaudio2-minicpmo==0.1.1 silero-vad==6.2.3
+# Brings a top-level `stepaudio2` of its own, so it gets a folder of its own, which `bench.vendor` looks into.
+SECOND := minicpmo-utils
 
 .PHONY: help setup demo test lint bench clean
 
@@ -33,6 +35,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	$(PY) -m pip install -qq -c constraints.txt $(TORCH)
 	$(PY) -m pip install -qq -c constraints.txt -e '.[dev,demo]'
 	$(PY) -m pip install -qq --no-deps $(VENDOR)
+	$(PY) -m pip install -qq --no-deps --upgrade --target $(VENV)/vendor/$(SECOND) $(SECOND)==1.0.7
 	touch $@
 
 demo: $(STAMP)  ## eager against cadence: a trained model on recorded speech, and a released speech decoder
@@ -49,6 +52,7 @@ lint: $(STAMP)  ## ruff and mypy
 bench: $(STAMP)  ## the benchmark (ARGS=... are handed on); without a GPU a small run that only checks its code
 	@if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
 	    $(PY) -m bench.token2wav $(ARGS)
+	    $(PY) -m bench.vocoder
 	else
 	    echo "no CUDA device: small layers on the CPU, which checks the code and measures nothing"
 	    $(PY) -m bench.token2wav --small --device cpu --out out/bench $(ARGS)

@@ -210,7 +210,7 @@ class BoundedBinding:
         else:
             part = table[torch.arange(start, start + count, device=table.device).remainder(rows)]
         # The new axis has the stride of a tensor of its own; as a slice of the table it would have the table's.
-        return part[None].to(self._bounded.model.conv_pre.weight)
+        return inference(part[None].to(self._bounded.model.conv_pre.weight))
 
     @torch.inference_mode()
     def _stream(self, mel: Tensor, finalize: bool = False) -> Tensor:

@@ -14,26 +14,20 @@ Weights, prompt and tokens are random, from fixed seeds. The primed state waits 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import json
-import multiprocessing
-import os
 import re
 import statistics
-import subprocess
 import sys
 import time
-import traceback
-import warnings
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench import vendor
+from bench.remote import Remote, environment
 from bench.token2wav_variants import VARIANTS, Subject, chunks
 from cadence_fx.bytesops import as_integers
 
@@ -124,61 +118,12 @@ class Worker:
         return self.subject.host_us()
 
 
-def _serve(connection: Connection, variant: str, settings: Settings) -> None:
-    """Answers (method, arguments) with (ok, result) until None comes."""
-    warnings.filterwarnings("ignore", message=".*Disabling autocast")  # the vendor asks for a float32 autocast
-    worker: Worker | None = None
-    while (request := connection.recv()) is not None:
-        method, arguments = request
-        try:
-            worker = worker or Worker(variant, settings)
-            with contextlib.redirect_stdout(sys.stderr):
-                connection.send((True, getattr(worker, method)(*arguments)))
-        except Exception as error:
-            traceback.print_exc()
-            connection.send((False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"))
-
-
-class Remote:
-    """The parent's end of a variant's process."""
-
-    def __init__(self, variant: str, settings: Settings) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, variant, settings), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def ask(self, method: str, *arguments: Any) -> None:
-        self._connection.send((method, arguments))
-
-    def answer(self) -> Any:
-        """Raises RuntimeError with the worker's own message, also when its process has died."""
-        try:
-            ok, result = self._connection.recv()
-        except EOFError:
-            self._process.join()
-            ok, result = False, f"the process ended with code {self._process.exitcode}"
-        if not ok:
-            raise RuntimeError(result)
-        return result
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        self.ask(method, *arguments)
-        return self.answer()
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._connection.send(None)
-        self._process.join(timeout=30)
-
-
 class Session:
     """All variants, interleaved turn by turn. A variant that fails has an "error" from then on, and nothing else."""
 
     def __init__(self, names: list[str], settings: Settings) -> None:
         self.settings = settings
-        self.remotes = {name: Remote(name, settings) for name in names}
+        self.remotes = {name: Remote(Worker, name, settings) for name in names}
         self.results: dict[str, dict[str, Any]] = {name: {} for name in names}
 
     def _each(self, method: str, *arguments: Any, together: bool = False) -> dict[str, Any]:
@@ -273,24 +218,6 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
         figures = "".join(f"{row[column]:>17.2f}" for column in COLUMNS)
         lines.append(f"{name:<16}{figures}  {'equal ' if row['bytes_equal'] else 'DIFFER'}  {row['misses'] or 'none'}")
     return "\n".join(lines)
-
-
-def _output(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().splitlines()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return "unknown"
-
-
-def environment(device: str) -> dict[str, str]:
-    on_gpu = device.startswith("cuda")
-    return {
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else "none",
-        "torch": torch.__version__,
-        "commit": os.environ.get("CADENCE_COMMIT")
-        or _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"),
-    }
 
 
 def main() -> None:

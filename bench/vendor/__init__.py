@@ -7,7 +7,7 @@ for how the two are imported side by side).
 
 from bench.vendor.modules import build_causal_vocoder, build_flow, build_vocoder
 from bench.vendor.packages import MINICPMO_UTILS, STEPAUDIO2, Package, available, load
-from bench.vendor.sizes import RELEASED, SMALL, Prompt, Sizes, build_prompt, build_tokens
+from bench.vendor.sizes import RELEASED, SMALL, TINY, Prompt, Sizes, build_prompt, build_tokens
 from bench.vendor.token2wav import build_token2wav, start_turn
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "RELEASED",
     "SMALL",
     "STEPAUDIO2",
+    "TINY",
     "Package",
     "Prompt",
     "Sizes",

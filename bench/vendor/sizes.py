@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -37,6 +37,8 @@ SMALL = Sizes(
     mel=16, speaker=24, vocabulary=6561, depth=2, hidden=32, heads=2, head_dim=16, encoder=32, encoder_heads=2,
     encoder_units=48, blocks=2, up_blocks=1, vocoder=16, noise_seconds=5, prompt_frames=104, steps=3, weight_std=0.3,
 )  # fmt: skip
+# For what has to be traced: as few layers as there can be.
+TINY = replace(SMALL, depth=1, steps=2, blocks=1, vocoder_kernels=(11,), vocoder_dilations=(1,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Disabling autocast"),
 ]
 
-SIZES = vendor.SMALL
-# For what has to be traced.
-TINY = replace(SIZES, depth=1, steps=2, blocks=1, vocoder_kernels=(11,), vocoder_dilations=(1,))
+SIZES, TINY = vendor.SMALL, vendor.TINY
 RELEASED = Geometry(prompt=302, steps=10)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench import vendor
+from bench import vendor, vocoder
 from bench.token2wav import ratios, table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,3 +47,31 @@ def test_ratios_name_what_was_measured_only() -> None:
 
 def test_a_failed_variant_has_its_error_in_the_table() -> None:
     assert "cudagraphs        RuntimeError: no" in table({"cudagraphs": {"error": "RuntimeError: no"}})
+
+
+@pytest.mark.skipif(not vendor.available(), reason="the vendor package stepaudio2-minicpmo is not installed")
+def test_a_small_run_of_the_vocoder_compares_streams_and_times_both_sides(tmp_path: Path) -> None:
+    options = {"device": "cpu", "packages": "hift", "protocols": "stock", "streams": "1", "chunks": "2", "repeats": "2"}
+    command = [sys.executable, "-m", "bench.vocoder", "--small", f"--out={tmp_path}"]
+    run = subprocess.run(command + [f"--{k}={v}" for k, v in options.items()], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    report = json.loads((tmp_path / "vocoder_cpu_small.json").read_text())
+    assert {"bench", "device", "driver", "torch", "commit", "protocol", "variants", "ratios"} <= report.keys()
+    assert list(report["variants"]) == [
+        f"hift {part} stock {side}" for part in ("vocoder", "segment") for side in ("eager", "cadence")
+    ]
+    for row in report["variants"].values():
+        assert (row["bytes_equal"], row["repeats"], row["misses"]) == (True, 2, {})
+    assert report["matched_streams"]["hift stock"]["hashes_compared"] == 3
+
+
+def test_streams_count_as_far_as_eager_repeats_itself() -> None:
+    found = vocoder.compared([["a", "b"], ["c", "d"]], [["a", "b"], ["c", "x"]], [["a", "b"], ["c", "y"]])
+    assert (found["repeated_by_eager"], found["equal"], found["hashes_compared"]) == (1, 2, 3)
+    assert found["bytes_equal"]
+    assert not vocoder.compared([["a", "b"]], [["a", "b"]], [["a", "c"]])["bytes_equal"]
+
+
+def test_ratios_of_the_vocoder_pair_the_two_sides() -> None:
+    rows = {"hift vocoder stock eager": {"median_ms": 18.0}, "hift vocoder stock cadence": {"median_ms": 4.0}}
+    assert vocoder.ratios(rows) == {"hift vocoder stock": 4.5}

@@ -1,0 +1,84 @@
+"""What the benchmarks share: one process for each variant, and the facts of the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def _serve(connection: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Answers (method, arguments) with (ok, result) until None comes."""
+    warnings.filterwarnings("ignore", message=".*Disabling autocast")  # the vendor asks for a float32 autocast
+    worker: Any = None
+    while (request := connection.recv()) is not None:
+        method, given = request
+        try:
+            worker = worker or make(*arguments)
+            with contextlib.redirect_stdout(sys.stderr):
+                connection.send((True, getattr(worker, method)(*given)))
+        except Exception as error:
+            traceback.print_exc()
+            connection.send((False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"))
+
+
+class Remote:
+    """The parent's end of a process that makes one object, at the first request, and answers with its methods."""
+
+    def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def ask(self, method: str, *arguments: Any) -> None:
+        self._connection.send((method, arguments))
+
+    def answer(self) -> Any:
+        """Raises RuntimeError with the worker's own message, also when its process has died."""
+        try:
+            ok, result = self._connection.recv()
+        except EOFError:
+            self._process.join()
+            ok, result = False, f"the process ended with code {self._process.exitcode}"
+        if not ok:
+            raise RuntimeError(result)
+        return result
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        self.ask(method, *arguments)
+        return self.answer()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.send(None)
+        self._process.join(timeout=30)
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().splitlines()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"
+
+
+def environment(device: str) -> dict[str, str]:
+    on_gpu = device.startswith("cuda")
+    return {
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else "none",
+        "torch": torch.__version__,
+        "commit": os.environ.get("CADENCE_COMMIT")
+        or _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"),
+    }

@@ -1,0 +1,291 @@
+"""The vocoders of Token2Wav, and the whole segment with them: eager against the backend, stock and pinned.
+
+    python -m bench.vocoder                       # an NVIDIA GPU, released size, both packages, both protocols
+    python -m bench.vocoder --small --device cpu  # the same code on small layers: a smoke test, not a measurement
+
+Each variant is a process of its own: a vendor package, a protocol (`stock`: PyTorch's own flags; `pinned`:
+`cadence_fx.deterministic`) and a side (`eager`: the vendor's code untouched; `cadence`: bound and compiled).
+
+Bytes: `--streams` matched streams, each a turn of `--chunks` calls from a seed of its own, played twice by eager and
+once by the backend; each call's PCM is hashed, and at the end of a stream the generator. A stream counts as far as
+eager repeats itself, which under the pinned protocol is the whole of it. Nothing is timed meanwhile.
+
+Times: one process after the other; the vocoder alone on a chunk in the middle of a turn, and the whole of
+`Token2wav.stream`, host tokens in and samples on the host out, by a clock that is synchronised before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import re
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import cadence_fx
+from bench import vendor
+from bench.remote import Remote, environment
+from cadence_fx.adapters.token2wav import Token2WavStream
+
+MIB = 2**20
+PACKAGES = {"hift": vendor.STEPAUDIO2, "bounded": vendor.MINICPMO_UTILS}
+PROTOCOLS = ("stock", "pinned")
+SIDES = ("eager", "cadence")
+TOKENS = 28
+Played = list[list[str]]  # a stream: the hash of each call's PCM, then that of the generator
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    package: str
+    protocol: str
+    side: str
+
+    def __str__(self) -> str:
+        return f"{self.package}/{self.protocol}/{self.side}"
+
+
+class Worker:
+    """Runs one variant; lives in its own process."""
+
+    def __init__(self, variant: Variant, sizes: vendor.Sizes, device: str) -> None:
+        self.sizes, self.device, self.stream = sizes, torch.device(device), None
+        self._protocol = contextlib.ExitStack()
+        if variant.protocol == "pinned":  # before CUDA is initialised, as it must be
+            self._protocol.enter_context(cadence_fx.deterministic(warn_only=True))
+        if self.device.type == "cpu":
+            torch.set_num_threads(1)
+        self.token2wav = vendor.build_token2wav(sizes, self.device, package=PACKAGES[variant.package])
+        if variant.side == "cadence":
+            self.stream = Token2WavStream(self.token2wav, backend=cadence_fx.cadence)
+
+    def warm(self) -> dict[str, Any]:
+        """Primes and warms up; ends with the peak counter at zero."""
+        start, reports = time.perf_counter(), []
+        if self.stream is None:
+            vendor.start_turn(self.token2wav)
+            caches = self.token2wav.stream_cache, self.token2wav.hift_cache_dict
+            self._primed = tuple({k: v.to("cpu", copy=True) for k, v in cache.items()} for cache in caches)
+        else:
+            self.stream.prime()
+            reports = self.stream.warm_up(cadence_fx.warm_up, cadence_fx.restore)
+        for chunk in range(3):  # libraries choose and build what they need
+            self._call(chunk)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        classes = sum(report["classes"] for report in reports)
+        return {"warmup_s": round(time.perf_counter() - start, 1), "classes": classes}
+
+    def streams(self, first: int, count: int, chunks: int) -> Played:
+        """`count` streams of `chunks` calls; stream n has tokens and draws from seed n."""
+        played = []
+        for number in range(first, first + count):
+            self._reset()
+            torch.manual_seed(number)
+            heard = [self._call(chunks * number + chunk) for chunk in range(chunks)]
+            cuda = self.device.type == "cuda"
+            generator = torch.cuda.get_rng_state(self.device) if cuda else torch.get_rng_state()
+            played.append([hashlib.sha256(data).hexdigest() for data in (*heard, generator.numpy().tobytes())])
+        return played
+
+    def times(self, repeats: int) -> dict[str, list[float]]:
+        """Milliseconds of the vocoder alone and of the whole call, each on chunks in the middle of a turn."""
+        self._reset()
+        for chunk in range(4):
+            self._call(chunk)
+        mel = torch.randn(1, self.sizes.mel, 2 * (TOKENS - 3), device=self.device)
+        vocode = self._vocoder(mel)
+        return {
+            "vocoder": [self._timed(vocode) for _ in range(repeats)],
+            "segment": [self._timed(lambda n=n: self._call(n)) for n in range(repeats)],  # type: ignore[misc]
+        }
+
+    def counters(self) -> dict[str, Any]:
+        """Peak memory since the warm-up, and calls that did not replay, by reason."""
+        misses: Counter[str] = Counter()
+        if self.stream is not None:
+            misses.update(self.stream.eager_calls)
+            del misses["priming"]
+            for step in (self.stream.conformer[False], self.stream.flow, *self.stream.vocoder.steps.values()):
+                report = cadence_fx.report(step)
+                misses.update(report["misses"])
+                misses["late capture"] += report["late_captures"]
+        peak = torch.cuda.max_memory_allocated() / MIB if self.device.type == "cuda" else 0.0
+        return {"peak_mib": round(peak, 1), "misses": dict(+misses)}
+
+    def _reset(self) -> None:
+        if self.stream is not None:
+            self.stream.reset()
+            return
+        for owner, cache in zip(("stream_cache", "hift_cache_dict"), self._primed, strict=True):
+            counters = {k for k, v in cache.items() if v.dtype == torch.int64}  # those stay on the host
+            placed = {k: v.to("cpu" if k in counters else self.device, copy=True) for k, v in cache.items()}
+            setattr(self.token2wav, owner, placed)
+
+    def _call(self, number: int) -> bytes:
+        tokens = vendor.build_tokens(1, TOKENS, self.sizes, seed=number)[0]
+        heard: bytes = self.token2wav.stream(tokens, None)
+        return heard
+
+    def _vocoder(self, mel: torch.Tensor) -> Callable[[], Any]:
+        """The vendor's own entry to the vocoder on one chunk; what it keeps of it stays as it is."""
+        if hasattr(self.token2wav, "bounded_vocoder"):
+            bounded = self.token2wav.bounded_vocoder
+            bounded.cache = self.token2wav.hift_cache_dict
+            return lambda: bounded.stream(mel)
+        kept = self.token2wav.hift_cache_dict
+        joined, source = torch.cat([kept["mel"], mel], dim=2), kept["source"]
+        return lambda: self.token2wav.hift(joined, source)
+
+    def _timed(self, call: Callable[[], Any]) -> float:
+        synchronize = torch.cuda.synchronize if self.device.type == "cuda" else (lambda: None)
+        synchronize()
+        start = time.perf_counter()
+        call()
+        synchronize()
+        return (time.perf_counter() - start) * 1e3
+
+
+def compared(eager: Played, again: Played, cadence: Played) -> dict[str, Any]:
+    """How many streams eager repeats, and how many of all are equal as far as it does."""
+    repeated = equal = calls = 0
+    for first, second, ours in zip(eager, again, cadence, strict=True):
+        until = next((i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b), len(first))
+        repeated += until == len(first)
+        equal += first[:until] == ours[:until]
+        calls += until
+    of = sum(map(len, eager))
+    return {
+        "streams": len(eager), "repeated_by_eager": repeated, "equal": equal, "hashes_compared": calls, "of": of,
+        "bytes_equal": equal == len(eager),
+    }  # fmt: skip
+
+
+def rows_of(package: str, protocol: str, answers: dict[str, Any], compared: dict[str, Any]) -> dict[str, Any]:
+    """One row for each timed part and side."""
+    rows = {}
+    for part in ("vocoder", "segment"):
+        for side in SIDES:
+            times, found = sorted(answers[side]["times"][part]), answers[side]
+            rows[f"{package} {part} {protocol} {side}"] = {
+                "median_ms": round(statistics.median(times), 3),
+                "p95_ms": round(times[int(0.95 * (len(times) - 1))], 3),
+                "min_ms": round(times[0], 3),
+                "repeats": len(times),
+                **{name: found[name] for name in ("peak_mib", "misses", "warmup_s", "classes")},
+                "bytes_equal": compared["bytes_equal"],
+            }
+    return rows
+
+
+def ratios(variants: dict[str, Any]) -> dict[str, float]:
+    """Eager's median over the backend's: above 1 means that the backend is faster."""
+    found = {}
+    for name, row in variants.items():
+        if name.endswith(" eager"):
+            other = variants[name.removesuffix("eager") + "cadence"]
+            found[name.removesuffix(" eager")] = round(row["median_ms"] / other["median_ms"], 3)
+    return found
+
+
+def run(options: argparse.Namespace, sizes: vendor.Sizes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The rows, and what was compared, by package and protocol."""
+    variants = [
+        Variant(package, protocol, side) for package in options.packages for protocol in options.protocols
+        for side in SIDES
+    ]  # fmt: skip
+    remotes = {variant: Remote(Worker, variant, sizes, options.device) for variant in variants}
+
+    def every(method: str, *arguments: Any, together: bool = True) -> dict[Variant, Any]:
+        answers = {}
+        for variant in variants if together else ():
+            remotes[variant].ask(method, *arguments)
+        for variant in variants:
+            answers[variant] = remotes[variant].answer() if together else remotes[variant].call(method, *arguments)
+            print(f"{method} {variant}: done", file=sys.stderr, flush=True)
+        return answers
+
+    warmed = every("warm")
+    played = every("streams", 1, options.streams, options.chunks)
+    again = {v: remotes[v] for v in variants if v.side == "eager"}
+    for remote in again.values():
+        remote.ask("streams", 1, options.streams, options.chunks)
+    repeated = {variant: remote.answer() for variant, remote in again.items()}
+    timed = every("times", options.repeats, together=False)
+    counted = every("counters")
+    for remote in remotes.values():
+        remote.close()
+    rows: dict[str, Any] = {}
+    matched = {}
+    for eager in again:
+        ours = Variant(eager.package, eager.protocol, "cadence")
+        found = compared(played[eager], repeated[eager], played[ours])
+        matched[f"{eager.package} {eager.protocol}"] = found
+        answers = {v.side: {"times": timed[v], **counted[v], **warmed[v]} for v in (eager, ours)}
+        rows.update(rows_of(eager.package, eager.protocol, answers, found))
+    return rows, matched
+
+
+def table(rows: dict[str, Any]) -> str:
+    lines = [f"{'variant':<34}{'median ms':>11}{'p95 ms':>11}{'peak MiB':>11}  bytes   misses"]
+    for name, row in rows.items():
+        figures = f"{row['median_ms']:>11.2f}{row['p95_ms']:>11.2f}{row['peak_mib']:>11.1f}"
+        lines.append(f"{name:<34}{figures}  {'equal ' if row['bytes_equal'] else 'DIFFER'}  {row['misses'] or 'none'}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true", help="tiny layers: checks the code, measures nothing")
+    parser.add_argument("--packages", type=lambda text: text.split(","), default=list(PACKAGES))
+    parser.add_argument("--protocols", type=lambda text: text.split(","), default=list(PROTOCOLS))
+    parser.add_argument("--streams", type=int, default=40, help="matched streams")
+    parser.add_argument("--chunks", type=int, default=4, help="calls of a stream: the window fills, then slides")
+    parser.add_argument("--repeats", type=int, default=50, help="timed calls of each part")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    if unknown := {*options.packages} - {*PACKAGES} | {*options.protocols} - {*PROTOCOLS}:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    if missing := [name for name in options.packages if not vendor.available(PACKAGES[name])]:
+        parser.error(f"not installed: {', '.join(PACKAGES[name].distribution for name in missing)}")
+    sizes = vendor.TINY if options.small else vendor.RELEASED
+    rows, matched = run(options, sizes)
+    report: dict[str, Any] = {
+        "bench": "vocoder" + (" (small)" if options.small else ""),
+        **environment(options.device),
+        "protocol": {
+            "prompt_frames": sizes.prompt_frames,
+            "steps": sizes.steps,
+            "streams": options.streams,
+            "chunks_a_stream": options.chunks,
+            "timed": "vocoder alone and Token2wav.stream, synchronised clock, one process a variant, one at a time",
+            "pinned": "cadence_fx.deterministic(warn_only=True)",
+            "packages": {name: f"{PACKAGES[name].distribution} {PACKAGES[name].version}" for name in options.packages},
+        },
+        "matched_streams": matched,
+        "variants": rows,
+        "ratios": ratios(rows),
+    }
+    words = ("vocoder", report["device"], "small" if options.small else "")
+    path = options.out / ("_".join(re.sub(r"[^a-z0-9]+", "_", word.lower()) for word in words if word) + ".json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=2) + "\n")
+    print(table(rows), json.dumps(matched, indent=2), f"ratios: {report['ratios']}", f"written: {path}", sep="\n")
+    return int(not all(found["bytes_equal"] for found in matched.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
