@@ -11,11 +11,12 @@ from cadence_fx.adapters.token2wav_geometry import Geometry
 
 
 def trim(cache: Tensor, axis: int, prompt: int, retained: int) -> Tensor:
-    """The vendor's retention: the first `prompt` and the last `retained` frames, once there are more than both."""
-    length = cache.shape[axis]
-    if length <= prompt + retained:
-        return cache
-    return torch.cat([cache.narrow(axis, 0, prompt), cache.narrow(axis, length - retained, retained)], dim=axis)
+    """The vendor's retention: the first `prompt` and the last `retained` frames, once there are more than both.
+
+    Spelled without the vendor's branch, so that one traced graph serves the filling window and the full one.
+    """
+    start = max(prompt, cache.shape[axis] - retained)
+    return torch.cat([cache.narrow(axis, 0, prompt), cache.narrow(axis, start, cache.shape[axis] - start)], dim=axis)
 
 
 class FlowStep(nn.Module):
