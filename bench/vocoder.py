@@ -196,16 +196,14 @@ def ratios(variants: dict[str, Any]) -> dict[str, float]:
     for name, row in variants.items():
         if name.endswith(" eager"):
             other = variants[name.removesuffix("eager") + "cadence"]
-            found[name.removesuffix(" eager")] = round(row["median_ms"] / other["median_ms"], 3)
+            found[name.removesuffix(" eager") + ": eager/cadence"] = round(row["median_ms"] / other["median_ms"], 3)
     return found
 
 
-def run(options: argparse.Namespace, sizes: vendor.Sizes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The rows, and what was compared, by package and protocol."""
-    variants = [
-        Variant(package, protocol, side) for package in options.packages for protocol in options.protocols
-        for side in SIDES
-    ]  # fmt: skip
+def run(package: str, options: argparse.Namespace, sizes: vendor.Sizes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The rows of one package, and what was compared, by protocol."""
+    began = time.perf_counter()
+    variants = [Variant(package, protocol, side) for protocol in options.protocols for side in SIDES]
     remotes = {variant: Remote(Worker, variant, sizes, options.device) for variant in variants}
 
     def every(method: str, *arguments: Any, together: bool = True) -> dict[Variant, Any]:
@@ -214,7 +212,7 @@ def run(options: argparse.Namespace, sizes: vendor.Sizes) -> tuple[dict[str, Any
             remotes[variant].ask(method, *arguments)
         for variant in variants:
             answers[variant] = remotes[variant].answer() if together else remotes[variant].call(method, *arguments)
-            print(f"{method} {variant}: done", file=sys.stderr, flush=True)
+            print(f"{time.perf_counter() - began:6.0f} s  {method} {variant}: done", file=sys.stderr, flush=True)
         return answers
 
     warmed = every("warm")
@@ -255,6 +253,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=40, help="matched streams")
     parser.add_argument("--chunks", type=int, default=4, help="calls of a stream: the window fills, then slides")
     parser.add_argument("--repeats", type=int, default=50, help="timed calls of each part")
+    parser.add_argument("--tag", default="", help="ending of the result's file name, for runs of some packages only")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     if unknown := {*options.packages} - {*PACKAGES} | {*options.protocols} - {*PROTOCOLS}:
@@ -262,7 +261,6 @@ def main() -> int:
     if missing := [name for name in options.packages if not vendor.available(PACKAGES[name])]:
         parser.error(f"not installed: {', '.join(PACKAGES[name].distribution for name in missing)}")
     sizes = vendor.TINY if options.small else vendor.RELEASED
-    rows, matched = run(options, sizes)
     report: dict[str, Any] = {
         "bench": "vocoder" + (" (small)" if options.small else ""),
         **environment(options.device),
@@ -275,15 +273,21 @@ def main() -> int:
             "pinned": "cadence_fx.deterministic(warn_only=True)",
             "packages": {name: f"{PACKAGES[name].distribution} {PACKAGES[name].version}" for name in options.packages},
         },
-        "matched_streams": matched,
-        "variants": rows,
-        "ratios": ratios(rows),
+        "matched_streams": {},
+        "variants": {},
     }
-    words = ("vocoder", report["device"], "small" if options.small else "")
+    words = ("vocoder", report["device"], "small" if options.small else "", options.tag)
     path = options.out / ("_".join(re.sub(r"[^a-z0-9]+", "_", word.lower()) for word in words if word) + ".json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=2) + "\n")
-    print(table(rows), json.dumps(matched, indent=2), f"ratios: {report['ratios']}", f"written: {path}", sep="\n")
+    for package in options.packages:  # what one has shown is written before the next begins
+        rows, matched = run(package, options, sizes)
+        report["variants"].update(rows)
+        report["matched_streams"].update(matched)
+        report["ratios"] = ratios(report["variants"])
+        path.write_text(json.dumps(report, indent=2) + "\n")
+    matched = report["matched_streams"]
+    print(table(report["variants"]), json.dumps(matched, indent=2), f"ratios: {report['ratios']}", f"written: {path}",
+          sep="\n")  # fmt: skip
     return int(not all(found["bytes_equal"] for found in matched.values()))
 
 

@@ -74,4 +74,4 @@ def test_streams_count_as_far_as_eager_repeats_itself() -> None:
 
 def test_ratios_of_the_vocoder_pair_the_two_sides() -> None:
     rows = {"hift vocoder stock eager": {"median_ms": 18.0}, "hift vocoder stock cadence": {"median_ms": 4.0}}
-    assert vocoder.ratios(rows) == {"hift vocoder stock": 4.5}
+    assert vocoder.ratios(rows) == {"hift vocoder stock: eager/cadence": 4.5}
