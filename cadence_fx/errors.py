@@ -192,24 +192,15 @@ class CatalogTooWide(CadenceError):
 
 
 class CatalogMismatch(CadenceError):
-    """The points that the graphs serve are not the points that the contract reaches."""
+    """The contract reaches points that no graph serves."""
 
     reason = "catalog_mismatch"
 
-    def __init__(self, missing: Sequence[object], extra: Sequence[object] = ()) -> None:
+    def __init__(self, missing: Sequence[object]) -> None:
         self.missing = tuple(missing)
-        self.extra = tuple(extra)
-        parts = [
-            f"{len(points)} {what}, first: {points[0]}"
-            for points, what in (
-                (self.missing, "reachable under the contract but served by no graph"),
-                (self.extra, "served by a graph but not reachable under the contract"),
-            )
-            if points
-        ]
         super().__init__(
-            f"the catalog and the graphs disagree: {'; '.join(parts)}. "
-            "Correct the strides, extents or flush lengths that are declared."
+            f"the catalog and the graphs disagree: {len(self.missing)} reachable under the contract but served by no "
+            f"graph, first: {self.missing[0]}. Correct the strides, extents or flush lengths that are declared."
         )
 
 

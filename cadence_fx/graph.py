@@ -67,7 +67,6 @@ class GraphPlanner:
         self._harmless: set[tuple[int, torch.Size]] = set()
         self.last_outputs: Sequence[Any] = ()
         self.names = [i.accessor if i.origin.query == "value" and i.origin.path else i.name for i in binding.inputs]
-        self._last_signature: dict[str, tuple[Any, ...]] = {}
         ints = {i: _evaluator(expr, binding) for i, expr in scalar_outputs(gm).items()}
         self._ints = {i: evaluate for i, evaluate in ints.items() if evaluate is not None}
         if len(ints) > len(self._ints):
@@ -314,21 +313,17 @@ class GraphPlanner:
 
     # -- sharing ------------------------------------------------------------------------------------------------------
 
-    def twin(self, plan: Plan, args: Sequence[Any], key: Any) -> ReplayClass | None:
+    def twin(self, plan: Plan, args: Sequence[Any]) -> ReplayClass | None:
         """The class that another Dynamo graph of the same computation has captured for this very call."""
-        found = self.program.twins.get(self._twin_key(plan, args))
+        found = self.program.twins.get(key_of(plan, self._signature(args)))
         if found is None or found[0].recording.closed:
             return None
         return in_terms_of(*found, plan, self.names, args)
 
-    def admitted(self, plan: Plan, key: Any, entry: ReplayClass) -> None:
+    def admitted(self, plan: Plan, args: Sequence[Any], entry: ReplayClass) -> None:
         """Offer a captured class to other graphs."""
         if plan.fingerprint is not None:
-            self.program.twins[key_of(plan, self._last_signature)] = (entry, self.names)
-
-    def _twin_key(self, plan: Plan, args: Sequence[Any]) -> Any:
-        self._last_signature = self._signature(args)
-        return key_of(plan, self._last_signature)
+            self.program.twins[key_of(plan, self._signature(args))] = (entry, self.names)
 
     # -- eager --------------------------------------------------------------------------------------------------------
 

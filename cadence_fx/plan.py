@@ -122,10 +122,10 @@ class Planner(Protocol):
     def unknown(self, args: Sequence[Any]) -> Miss | None:
         """After the seal: why this call may not be captured; None when warm-up has captured its signature before."""
 
-    def twin(self, plan: Plan, args: Sequence[Any], key: Any) -> Any | None:
+    def twin(self, plan: Plan, args: Sequence[Any]) -> Any | None:
         """A class of another table that computes the very same thing on the same memory, in this table's terms."""
 
-    def admitted(self, plan: Plan, key: Any, entry: Any) -> None:
+    def admitted(self, plan: Plan, args: Sequence[Any], entry: Any) -> None:
         """A class has been captured."""
 
     def run_eager(self, args: Sequence[Any]) -> Any:

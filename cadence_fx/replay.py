@@ -80,10 +80,10 @@ class PlainPlanner:
     def unknown(self, args: Sequence[Any]) -> Miss | None:
         return Miss("sealed", f"{self._name}: a signature that was not captured before the seal")
 
-    def twin(self, plan: Plan, args: Sequence[Any], key: Any) -> None:
+    def twin(self, plan: Plan, args: Sequence[Any]) -> None:
         return None
 
-    def admitted(self, plan: Plan, key: Any, entry: ReplayClass) -> None:
+    def admitted(self, plan: Plan, args: Sequence[Any], entry: ReplayClass) -> None:
         pass
 
     def run_eager(self, args: Sequence[Any]) -> Any:

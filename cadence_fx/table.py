@@ -207,7 +207,7 @@ class ReplayTable:
         problem = unfit(plan, args, self.names, self.device)
         if problem is not None:
             return problem
-        twin: ReplayClass | None = self.planner.twin(plan, args, key)
+        twin: ReplayClass | None = self.planner.twin(plan, args)
         if twin is not None:
             self.classes[key] = twin
             return twin
@@ -215,7 +215,7 @@ class ReplayTable:
         if isinstance(entry, Miss):
             return self._refuse(key, entry) if entry.lasting else entry
         self.classes[key] = entry
-        self.planner.admitted(plan, key, entry)
+        self.planner.admitted(plan, args, entry)
         self.ledger.captures += 1
         self.ledger.late_captures += self.sealed
         self.ledger.capture_seconds += entry.capture_seconds

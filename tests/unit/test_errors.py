@@ -35,7 +35,7 @@ EXAMPLES: list[tuple[CadenceError, str, list[str]]] = [
         ["2,001 classes", "64", "ceil(2,000 / 1) + 1", "max_classes"],
     ),
     (errors.CatalogTooWide(900, 64, "30 x 30", exact=False), "catalog_too_wide", ["more than 64", "at most 900"]),
-    (errors.CatalogMismatch(["a", "b"], ["c"]), "catalog_mismatch", ["2 reachable", "first: a", "1 served", "c"]),
+    (errors.CatalogMismatch(["a", "b"]), "catalog_mismatch", ["2 reachable", "first: a", "flush lengths"]),
     (
         errors.NotServed("frames +3: cache 2 -> 5", "requires_grad", "an input requires grad"),
         "requires_grad",
