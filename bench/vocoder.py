@@ -86,7 +86,10 @@ class Worker:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         classes = sum(report["classes"] for report in reports)
-        return {"warmup_s": round(time.perf_counter() - start, 1), "classes": classes}
+        captures = sum(report["capture_seconds"] for report in reports)  # probes and certificates among them
+        return {
+            "warmup_s": round(time.perf_counter() - start, 1), "capture_s": round(captures, 1), "classes": classes,
+        }  # fmt: skip
 
     def streams(self, first: int, count: int, chunks: int) -> Played:
         """`count` streams of `chunks` calls; stream n has tokens and draws from seed n."""
@@ -184,7 +187,7 @@ def rows_of(package: str, protocol: str, answers: dict[str, Any], compared: dict
                 "p95_ms": round(times[int(0.95 * (len(times) - 1))], 3),
                 "min_ms": round(times[0], 3),
                 "repeats": len(times),
-                **{name: found[name] for name in ("peak_mib", "misses", "warmup_s", "classes")},
+                **{name: found[name] for name in ("peak_mib", "misses", "warmup_s", "capture_s", "classes")},
                 "bytes_equal": compared["bytes_equal"],
             }
     return rows
