@@ -26,6 +26,7 @@ from cadence_fx.errors import SetTooLate as SetTooLate
 from cadence_fx.errors import StaleState as StaleState
 from cadence_fx.errors import UnexplainedSize as UnexplainedSize
 from cadence_fx.errors import UnknownArgument as UnknownArgument
+from cadence_fx.errors import UnknownState as UnknownState
 from cadence_fx.errors import UnusedClock as UnusedClock
 from cadence_fx.errors import WrongModule as WrongModule
 from cadence_fx.replay import ExactShapeReplay as ExactShapeReplay
@@ -68,6 +69,7 @@ __all__ = [
     "StaleState",
     "UnexplainedSize",
     "UnknownArgument",
+    "UnknownState",
     "UnusedClock",
     "WrongModule",
     "audit",

@@ -78,6 +78,21 @@ class UnknownArgument(ContractError):
         )
 
 
+class UnknownState(ContractError):
+    """A state that is to be restored and that the contract does not declare as an argument."""
+
+    reason = "unknown_state"
+
+    def __init__(self, accessor: str, known: Sequence[str]) -> None:
+        self.accessor = accessor
+        self.known = tuple(known)
+        found = ", ".join(map(repr, known)) or "none; a state that is an attribute is restored by setting the attribute"
+        super().__init__(
+            f"restore() was given {accessor!r}, and the states that the contract declares as arguments are: {found}",
+            field=accessor,
+        )
+
+
 class AxisOutOfRange(ContractError):
     """A declared axis that the tensor does not have."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from cadence_fx import paths
-from cadence_fx.errors import ContractError, UnknownArgument
+from cadence_fx.errors import ContractError, UnknownState
 from cadence_fx.lookup import program_of
 from cadence_fx.program import Program
 from cadence_fx.turns import turn_on
@@ -28,7 +28,7 @@ def restore(compiled: Any, **states: torch.Tensor) -> dict[str, torch.Tensor]:
     Raises:
         StaleState: a state that a call has consumed.
         ContractError: not a tensor.
-        UnknownArgument: no region of the contract is passed as this argument.
+        UnknownState: no region of the contract is passed as this argument.
         NotCompiled: `compiled` was not compiled with this backend.
     """
     program = program_of(compiled, "restore")
@@ -36,7 +36,7 @@ def restore(compiled: Any, **states: torch.Tensor) -> dict[str, torch.Tensor]:
     restored = {}
     for accessor, state in states.items():
         if accessor not in declared:
-            raise UnknownArgument(accessor, declared)
+            raise UnknownState(accessor, declared)
         if not isinstance(state, torch.Tensor):
             raise ContractError(f"expected a tensor for {accessor!r}, found {type(state).__name__}", field=accessor)
         restored[accessor] = _placed(program, accessor, state)

@@ -14,6 +14,8 @@ from cadence_fx.errors import CadenceError, ContractError
 # One example of every class, with the words its message must hold: what was declared, found, and what to do.
 EXAMPLES: list[tuple[CadenceError, str, list[str]]] = [
     (ContractError("too big", field="start", region="cache"), "bad_contract", ["cache", "start", "too big"]),
+    (errors.UnknownState("cahe", ["cache"]), "unknown_state", ["'cahe'", "'cache'"]),
+    (errors.UnknownState("hist", []), "unknown_state", ["setting the attribute"]),
     (errors.UnknownArgument("cahce", ["cache", "x"]), "unknown_argument", ["'cahce'", "did you mean 'cache'?", "'x'"]),
     (errors.AxisOutOfRange("cache", 4, (1, 8, 50)), "axis_out_of_range", ["axis 4", "3 dimensions", "-3 to 2"]),
     (errors.UnusedClock("frames"), "unused_clock", ["'frames'", "Remove it"]),
