@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from cadence_fx.generators import Source, is_numpy, of_numpy, of_python, of_torch
 
@@ -230,7 +231,8 @@ class PythonState:
         self._seen[id(value)] = value  # kept alive, so that no other object gets its id
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)
-            if value.layout is torch.strided and value.device.type != "meta" and not self._moving(value):
+            has_memory = value.layout is torch.strided and value.device.type != "meta" and not is_lazy(value)
+            if has_memory and not self._moving(value):
                 self._containers.append(_Memory(value, name))
         elif isinstance(value, torch.nn.Module):
             self._module(value, name)
