@@ -323,3 +323,18 @@ class SetTooLate(CadenceError):
             f"{'not set' if found is None else repr(found)}. Enter deterministic() before the first use of a GPU, "
             f"or start the process with {variable}={wanted}."
         )
+
+
+class WeightsWritten(CadenceError):
+    """Warm-up ran code that writes a parameter too large to be put back."""
+
+    reason = "weights_written"
+
+    def __init__(self, names: Sequence[str], kept: int) -> None:
+        self.names = tuple(names)
+        super().__init__(
+            f"the declared calls write {len(self.names)} parameter{'' if len(self.names) == 1 else 's'}, first "
+            f"{self.names[0]!r}, and warm_up puts back no more than {kept >> 20} MiB of parameters: their values are "
+            "no longer those of before. Load the weights again, and keep what the code writes in a buffer, "
+            "which is always put back, or declare it as a Region."
+        )

@@ -54,17 +54,21 @@ def of_python(owner: Any, name: str) -> Source:
 
 
 def of_numpy(owner: Any, name: str) -> Source:
-    """A numpy `Generator`, a `RandomState`, or the legacy global state (`numpy.random`)."""
+    """A numpy `Generator`, a bit generator, a `RandomState`, or the legacy global state (`numpy.random`)."""
     if type(owner).__name__ == "Generator":
         bits = owner.bit_generator
-        return Source(name, lambda: bits.state, lambda state: setattr(bits, "state", state))
+        return of_numpy(bits, name)
+    if hasattr(owner, "state"):
+        return Source(name, lambda: owner.state, lambda state: setattr(owner, "state", state))
     return Source(name, owner.get_state, owner.set_state)
 
 
 def is_numpy(value: Any) -> bool:
     """Whether a value is one of numpy's own generators; numpy need not be there."""
     kind = type(value)
-    return kind.__module__.startswith("numpy.random") and kind.__name__ in ("Generator", "RandomState")
+    return kind.__module__.startswith("numpy.random") and (
+        kind.__name__ in ("Generator", "RandomState") or hasattr(value, "random_raw")
+    )
 
 
 def default_generator(device: torch.device) -> torch.Generator:

@@ -1,21 +1,26 @@
-"""What Python code can rebind: attributes of modules and objects, elements of lists and dicts, cells, named globals.
+"""What Python code can rebind: attributes of modules, objects and classes, elements of lists and dicts, cells, globals.
 
 Found by walking from a root, saved as shallow copies of every container on the way, compared and put back in place, so
-that objects keep their identity. Bytes of tensors are not looked at here.
+that objects keep their identity. Of numpy arrays the bytes are saved, of tensors which memory they have; the bytes of
+tensors are not looked at here.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dis
 import functools
 import operator
 import random
 import sys
 import types
+from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from cadence_fx.generators import Source, is_numpy, of_numpy, of_python, of_torch
 
@@ -23,7 +28,7 @@ _DEEPEST = 8  # containers and objects below a module or a root
 _WIDEST = 512  # elements of a container that are themselves looked into
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _TABLES = ("_parameters", "_buffers", "_modules")
-_FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "cadence_fx", "__builtin__"}
+_FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "cadence_fx", "__builtin__"} - {"__main__"}
 
 
 Place = tuple[Any, Any, str]
@@ -42,6 +47,8 @@ class _Container:
         live = self.live
         if isinstance(live, types.CellType):
             return {"": live.cell_contents} if _is_filled(live) else {}
+        if isinstance(live, _Attributes):
+            return live.now()
         if isinstance(live, dict):
             keys = live if self._names is None else [name for name in self._names if name in live]
             return {key: live[key] for key in keys}
@@ -76,40 +83,116 @@ class _Container:
                 live.cell_contents = saved[""]
             elif _is_filled(live):
                 del live.cell_contents
+        elif isinstance(live, _Attributes):
+            live.put_back(saved)
         elif isinstance(live, dict):
             now = self._now()
             for key in now if self._names is None and list(now) != list(saved) else set(now) - set(saved):
                 del live[key]
             live.update(saved)
-        elif isinstance(live, list):
+        elif isinstance(live, (list, bytearray)):
             live[:] = saved
+        elif isinstance(live, array):
+            live[:] = array(live.typecode, saved)
         else:
             live.clear()
             live.update(saved) if isinstance(live, set) else live.extend(saved)
+
+
+class _Attributes:
+    """Attributes that no `__dict__` holds: the slots of an object, what is set on a class."""
+
+    def __init__(self, owner: Any, slots: dict[str, Any] | None = None) -> None:
+        self._owner = owner
+        self._slots = slots
+
+    def now(self) -> dict[str, Any]:
+        if self._slots is None:
+            return {key: value for key, value in vars(self._owner).items() if not _is_special(key)}
+        found = {}
+        for name, slot in self._slots.items():
+            with contextlib.suppress(AttributeError):
+                found[name] = slot.__get__(self._owner)
+        return found
+
+    def put_back(self, saved: dict[str, Any]) -> None:
+        now = self.now()
+        for name in {**now, **saved}:
+            if name in saved and name in now and saved[name] is now[name]:
+                continue
+            if self._slots is not None:  # past what a frozen dataclass allows
+                slot = self._slots[name]
+                slot.__set__(self._owner, saved[name]) if name in saved else slot.__delete__(self._owner)
+            elif name in saved:
+                setattr(self._owner, name, saved[name])
+            else:
+                delattr(self._owner, name)
+
+
+class _Array:
+    """A numpy array and a copy of it."""
+
+    def __init__(self, live: Any, name: str) -> None:
+        self.live, self._name, self.saved = live, name, live.copy()
+
+    def changed(self) -> list[str]:
+        """The array's name, if a byte of it is another."""
+        return [] if self.is_same() else [f"the contents of {self._name}"]
+
+    def is_same(self) -> bool:
+        """Whether every byte is as it was."""
+        return bool(self.live.tobytes() == self.saved.tobytes())
+
+    def put_back(self) -> None:
+        self.live[...] = self.saved
+
+
+class _Memory:
+    """A tensor object and the memory that it had, which is kept alive: `tensor.data = ...` gives it another one."""
+
+    def __init__(self, live: torch.Tensor, name: str) -> None:
+        self.live, self._name, self.saved = live, name, live.data
+        self._geometry = _geometry(live)
+
+    def changed(self) -> list[str]:
+        """The tensor's name, if it stands for other memory."""
+        return [] if self.is_same() else [f"the memory of {self._name}"]
+
+    def is_same(self) -> bool:
+        """Whether the tensor stands for the same elements at the same place."""
+        return _geometry(self.live) == self._geometry
+
+    def put_back(self) -> None:
+        self.live.data = self.saved
 
 
 class PythonState:
     """The state of everything that is reached from the roots, as it is when the object is made.
 
     Walked: modules with their parameters, buffers and submodules; lists, dicts, sets, tuples; objects of classes that
-    are neither PyTorch's nor the standard library's; of functions the closure, the defaults, the object they are bound
-    to, and the globals that their own code names.
+    are neither PyTorch's nor the standard library's, with their slots, and those classes; of such functions the
+    closure, the defaults, the object they are bound to, and the globals that their own code names.
 
     Args:
         roots: modules, functions, objects.
+        moving: tensors of which it says so may get other memory.
 
     Attributes:
         modules: all modules found.
         tensors: all tensors found.
         generators: the places that hold a `torch.Generator`: (namespace, key, name).
+        opaque: names of what has a state of its own that cannot be saved: iterators, files, a nested
+            `ExactShapeReplay`.
     """
 
-    def __init__(self, *roots: Any) -> None:
+    def __init__(self, *roots: Any, moving: Callable[[torch.Tensor], bool] = lambda tensor: False) -> None:
         self.modules: list[torch.nn.Module] = []
         self.tensors: list[torch.Tensor] = []
         self.generators: list[Place] = []
         self._dice: list[Source] = []
-        self._containers: list[_Container] = []
+        self.opaque: list[str] = []
+        self._moving = moving
+        self._containers: list[_Container | _Array | _Memory] = []
         self._classes: list[tuple[torch.nn.Module, type, str]] = []
         self._seen: dict[int, Any] = {}
         for root in roots:
@@ -148,12 +231,17 @@ class PythonState:
         self._seen[id(value)] = value  # kept alive, so that no other object gets its id
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)
+            has_memory = value.layout is torch.strided and value.device.type != "meta" and not is_lazy(value)
+            if has_memory and not self._moving(value):
+                self._containers.append(_Memory(value, name))
         elif isinstance(value, torch.nn.Module):
             self._module(value, name)
             if root and isinstance(value.forward, types.MethodType):
                 self._globals(value.forward.__func__)
         elif isinstance(value, dict):
             self._dict(value, name + "[{!r}]", name + "[{!r}]", depth)
+        elif isinstance(value, (bytearray, array)):
+            self._containers.append(_Container(value, name + "[{}]"))
         elif isinstance(value, (list, deque, set)):
             self._containers.append(_Container(value, name + "[{}]"))
             self._elements(value, name, depth)
@@ -165,17 +253,52 @@ class PythonState:
             self._visit(value.func, name, depth, root)
             self._visit((value.args, value.keywords), name, depth)
         elif isinstance(value, (types.FunctionType, types.MethodType)):
-            if root:
-                self._function(value, name, depth)
+            self._function(value, name, depth, root)
+        elif isinstance(value, type):
+            self._class(value, depth)
+        elif _is_array(value):
+            self._array(value, name, depth)
+        elif _is_opaque(value):
+            self.opaque.append(f"{name} ({type(value).__name__})")
         elif _is_plain_object(value):
-            self._dict(vars(value), name + ".{}", name + ".{}", depth)
+            self._object(value, name, depth)
             for method in ("__call__", "forward"):
                 if root and isinstance(code := getattr(type(value), method, None), types.FunctionType):
                     self._globals(code)
 
+    def _object(self, value: Any, name: str, depth: int) -> None:
+        self._class(type(value), depth)
+        if isinstance(getattr(value, "__dict__", None), dict):
+            self._dict(vars(value), name + ".{}", name + ".{}", depth)
+        if slots := _slots(type(value)):
+            self._attributes(_Attributes(value, slots), name, depth)
+
+    def _class(self, kind: type, depth: int) -> None:
+        """What is set on a user's class and its bases; methods are looked into only where they are kept as values."""
+        for each in kind.__mro__:
+            if id(each) not in self._seen and not _is_foreign(each.__module__):
+                self._seen[id(each)] = each
+                self._attributes(_Attributes(each), each.__name__, depth)
+
+    def _attributes(self, attributes: _Attributes, name: str, depth: int) -> None:
+        container = _Container(attributes, name + ".{}")
+        self._containers.append(container)
+        for key, value in list(container.saved.items())[:_WIDEST]:
+            if not isinstance(value, types.FunctionType):
+                self._held(container.saved, key, value, f"{name}.{key}", depth)
+
+    def _array(self, value: Any, name: str, depth: int) -> None:
+        while _is_array(value.base):  # what the memory belongs to
+            value = value.base
+        if value.dtype.hasobject:
+            self._elements(value.flat, name, depth)
+        if value.flags.writeable and not any(each.live is value for each in self._containers):
+            self._containers.append(_Array(value, name))
+
     def _module(self, module: torch.nn.Module, name: str) -> None:
         self.modules.append(module)
         self._classes.append((module, type(module), name))
+        self._class(type(module), 0)
         self._dict(vars(module), name + ".{}", name + ".{}", 0, skip=_TABLES)
         for table in _TABLES:
             self._dict(vars(module)[table], name + ".{}", name + ".{}", 0)
@@ -195,26 +318,31 @@ class PythonState:
                 self.generators.append((values, i, f"{name}[{i}]"))
             self._visit(value, f"{name}[{i}]", depth + 1)
 
-    def _function(self, function: Any, name: str, depth: int) -> None:
+    def _function(self, function: Any, name: str, depth: int, root: bool) -> None:
         owner = getattr(function, "__self__", None)
         function = getattr(function, "__func__", function)
         if owner is not None:
             self._visit(owner, name, depth)
+        if not isinstance(function, types.FunctionType):
+            return
+        self._visit(vars(function).get("__wrapped__"), name, depth, root)
+        if not root and _is_foreign(function.__globals__.get("__name__", "")):
+            return
         self._dict(vars(function), name + ".{}", name + ".{}", depth)
         self._visit((function.__defaults__, function.__kwdefaults__), f"{name}'s defaults", depth)
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._containers.append(_Container(cell, variable + "{}"))
             if _is_filled(cell):
                 self._held(cell, "", cell.cell_contents, variable, depth)
-        self._globals(function)
+        self._globals(function, depth)
 
-    def _globals(self, function: Any) -> None:
+    def _globals(self, function: Any, depth: int = 0) -> None:
         space = function.__globals__
-        names = tuple(dict.fromkeys(n for code in _codes(function.__code__) for n in code.co_names if n in space))
+        names = tuple(name for name in _global_names(function.__code__) if name in space)
         self._containers.append(_Container(space, "{}", names))
         for variable in names:
-            if not isinstance(space[variable], (types.FunctionType, types.ModuleType, type)):
-                self._held(space, variable, space[variable], variable, 0)
+            if not isinstance(space[variable], types.ModuleType):
+                self._held(space, variable, space[variable], variable, depth)
 
     def _held(self, space: Any, key: Any, value: Any, name: str, depth: int) -> None:
         if isinstance(value, torch.Generator):
@@ -249,9 +377,42 @@ def _is_filled(cell: types.CellType) -> bool:
 
 def _is_plain_object(value: Any) -> bool:
     """An object of a user's class, whose attributes are state; not what PyTorch or Python keep for themselves."""
-    if isinstance(value, (type, types.ModuleType)) or not isinstance(getattr(value, "__dict__", None), dict):
+    if isinstance(value, types.ModuleType):
         return False
-    return isinstance(value, types.SimpleNamespace) or type(value).__module__.split(".")[0] not in _FOREIGN
+    if type(value).__module__ in ("types", "collections"):
+        return isinstance(getattr(value, "__dict__", None), dict)
+    return not _is_foreign(type(value).__module__)
+
+
+def _is_foreign(module: str) -> bool:
+    return module.split(".")[0] in _FOREIGN
+
+
+def _is_opaque(value: Any) -> bool:
+    """Whether a use of an object changes what nobody outside it can save."""
+    kind = type(value)
+    if kind.__module__ == "cadence_fx.replay":
+        return True
+    return isinstance(value, Iterator) and _is_foreign(kind.__module__)
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _is_special(name: str) -> bool:
+    """Python's own names on a class, some of which come with a first use."""
+    return (name.startswith("__") and name.endswith("__")) or name == "_abc_impl"
+
+
+def _slots(kind: type) -> dict[str, Any]:
+    found = [vars(each) for each in reversed(kind.__mro__) if not _is_foreign(each.__module__)]
+    return {n: v for space in found for n, v in space.items() if isinstance(v, types.MemberDescriptorType)}
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _first(values: Any) -> Iterator[Any]:
@@ -259,6 +420,12 @@ def _first(values: Any) -> Iterator[Any]:
         if i == _WIDEST:
             return
         yield value
+
+
+@functools.lru_cache(maxsize=1024)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    steps = (step for each in _codes(code) for step in dis.get_instructions(each))
+    return tuple(dict.fromkeys(step.argval for step in steps if step.opname.endswith("_GLOBAL")))
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -6,8 +6,6 @@ it. When one of them is another, the class no longer is what the callable would 
 
 from __future__ import annotations
 
-import torch
-
 from cadence_fx.python_state import PythonState
 
 
@@ -21,23 +19,9 @@ class Reached:
     def __init__(self, state: PythonState, frozen: bool) -> None:
         self._state = state
         self._frozen = frozen
-        self._tensors = [t for t in state.tensors if t.layout is torch.strided and t.device.type != "meta"]
-        self._addresses = [t.data_ptr() for t in self._tensors]
 
     def changed(self) -> str | None:
         """What is no longer as it was, in words: an attribute that was rebound, a tensor whose memory is another."""
-        if self._frozen:
+        if self._frozen or self._state.is_same():
             return None
-        if not self._state.is_same():
-            return f"{self._state.changes()[0]} is another than in the capture"
-        for tensor, address in zip(self._tensors, self._addresses, strict=True):
-            if tensor.data_ptr() != address:
-                return f"the memory of {self._name(tensor)} is another than in the capture"
-        return None
-
-    def _name(self, tensor: torch.Tensor) -> str:
-        for module in self._state.modules:
-            for name, value in (*module._parameters.items(), *module._buffers.items()):
-                if value is tensor:
-                    return f"{type(module).__name__}.{name}"
-        return f"a tensor {list(tensor.shape)}"
+        return f"{self._state.changes()[0]} is another than in the capture"

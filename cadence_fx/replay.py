@@ -53,7 +53,11 @@ class PlainPlanner:
         self._places: list[Place] = []
 
     def plan(self, args: Sequence[Any]) -> Plan | Miss:
-        self._places = PythonState(self._owner).generators
+        state = PythonState(self._owner)
+        if state.opaque:
+            what = f"it reaches {', '.join(state.opaque[:4])}, which trying it would advance"
+            return Miss("opaque_state", f"{self._name}: {what}", lasting=True)
+        self._places = state.generators
         shapes = ", ".join(str(list(args[i].shape)) for i in self._staged)
         # Nothing is known of what the callable writes: every aliased tensor counts as written.
         return Plan(

@@ -2,8 +2,8 @@
 
 The declared stream is walked call by call through the compiled callable itself, so Dynamo compiles every graph the
 stream will need and its guards are warm too. Each catalog entry is called twice: once eager, to see which output is
-which state, then to capture. Afterwards the module, its attributes and buffers and the generators are exactly as
-before.
+which state, then to capture. Afterwards what the callable reaches (attributes, the bytes of tensors, generators) is
+exactly as before.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def warm_up(compiled: Any, *args: Any, progress: bool | None = None, **kwargs: A
     Raises:
         ContractError: the declaration does not fit the callable, its module or these arguments.
         CatalogMismatch: entries of the catalog that no graph serves.
+        WeightsWritten: the code writes a parameter that is too large to be put back.
         CatalogTooWide, NotCompiled.
     """
     program = program_of(compiled, "warm_up")

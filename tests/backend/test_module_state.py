@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import cadence_fx
+from cadence_fx import untouched
+from cadence_fx.clock import Clock
+from cadence_fx.contract import Contract
+from cadence_fx.errors import NotServed, WeightsWritten
 from cadence_fx.replay import ExactShapeReplay
 from cadence_fx.retention import KeepLast
-from tests.harness import Pair, assert_same
+from tests.harness import Pair, assert_same, compile_with
 from tests.streams import kept, on_argument
 from tests.toys import B, C, Toy
 
@@ -236,3 +242,119 @@ def test_warm_up_undoes_what_is_nested() -> None:
     for _ in range(3):
         pair.call()
     assert notes == copy.deepcopy(pair.eager.module.notes) == {"sizes": [1, 1, 1]}
+
+
+COUNT = torch.zeros(C)
+DICE = torch.Generator().manual_seed(3)
+
+
+class Writes(Toy):
+    """Holds each kind of thing that a call can write without rebinding it, and writes one of them."""
+
+    def __init__(self, write: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(C))
+        self.held = [{"t": (torch.zeros(C), np.zeros(2, dtype=np.float32))}]
+        self.slots = Slotted()
+        self.wide = torch.zeros(1).expand(C)
+        self.write = write
+
+    def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        self.write(self)
+        return self.attend(x * self.weight, cache), torch.cat([cache, self.key(x)], 1)[:, -6:]
+
+
+def rebind_data(module: Any) -> None:
+    module.weight.data = module.weight.data * 0.5
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "parameter": lambda m: m.weight.mul_(0.5),
+    "parameter past the count of writes": lambda m: m.weight.data.mul_(0.5),
+    "data": rebind_data,
+    "in containers": lambda m: m.held[0]["t"][0].add_(1),
+    "array": lambda m: np.add(m.held[0]["t"][1], 1, out=m.held[0]["t"][1]),
+    "slot": lambda m: m.slots.n.add_(1),
+    "global": lambda m: COUNT.add_(1),
+    "generator": lambda m: torch.rand(C, generator=DICE),
+}
+
+
+class Slotted:
+    __slots__ = ("n",)
+
+    def __init__(self) -> None:
+        self.n = torch.zeros(C)
+
+
+class Engine:
+    """Its method is compiled, and it is no module."""
+
+    def __init__(self) -> None:
+        self.n = torch.zeros(C)
+        self.steps = 0
+
+    def step(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        self.n.add_(1)
+        self.steps += 1
+        return x.sum(1) + self.n, torch.cat([cache, x], 1)[:, -6:]
+
+
+def state_of(module: Writes) -> list[Any]:
+    tensor, numbers = module.held[0]["t"]
+    tensors = (*module.parameters(), tensor, module.slots.n, COUNT, DICE.get_state())
+    return [*(t.clone() for t in tensors), torch.from_numpy(numbers.copy())]
+
+
+CONTRACT = Contract((Clock("frames", 2),), (kept("cache", 1, 2, KeepLast(6)),))
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_warm_up_leaves_the_bytes_of_everything_it_reaches(name: str) -> None:
+    module = Writes(WRITES[name])
+    before, memory = state_of(module), [p.data_ptr() for p in module.parameters()]
+    with contextlib.suppress(NotServed):  # refused or not
+        cadence_fx.warm_up(compile_with(module, CONTRACT), torch.randn(B, 2, C), torch.randn(B, 2, C))
+    for i, (now, then) in enumerate(zip(state_of(module), before, strict=True)):
+        assert_same(now, then, f"tensor {i}")
+    assert [p.data_ptr() for p in module.parameters()] == memory
+    module(torch.randn(B, 2, C), torch.randn(B, 2, C))
+    changed = [not torch.equal(now, then) for now, then in zip(state_of(module), before, strict=True)]
+    assert any(changed)  # the call does write what is looked at
+
+
+def test_warm_up_of_a_plain_objects_method_and_of_a_closure() -> None:
+    engine, count = Engine(), torch.zeros(C)
+    seen = []
+
+    def closure(x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        count.add_(1)
+        seen.append(1)
+        return x.sum(1) + count, torch.cat([cache, x], 1)[:, -6:]
+
+    for target in (engine.step, closure):
+        cadence_fx.warm_up(compile_with(target, CONTRACT), torch.randn(B, 2, C), torch.randn(B, 2, C))
+    assert engine.steps == 0 and seen == [] and not engine.n.any() and not count.any()
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_parameter_too_large_to_be_put_back(inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Past(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(C, 1024))
+
+        def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+            self.scale.data.mul_(0.5)
+            return self.attend(x, cache), torch.cat([cache, self.key(x)], 1)[:, -6:]
+
+    monkeypatch.setattr(untouched, "KEPT", 4096)
+    with torch.inference_mode() if inference else torch.no_grad(), pytest.raises(WeightsWritten, match="'scale'"):
+        cadence_fx.warm_up(compile_with(Past(), CONTRACT), torch.randn(B, 2, C), torch.randn(B, 2, C))
+    with torch.inference_mode() if inference else torch.no_grad():  # what is not written is no error
+        cadence_fx.warm_up(compile_with(Keeping(), CONTRACT), torch.randn(B, 2, C), torch.randn(B, 2, C))
+
+
+class Keeping(Toy):
+    def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        return self.attend(x, cache), torch.cat([cache, self.key(x)], 1)[:, -6:]

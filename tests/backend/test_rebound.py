@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -95,7 +98,7 @@ def test_the_name_of_what_has_changed() -> None:
         replay(x)
     assert list(replay.ledger.details["rebound"]) == [
         "self.scale is another than in the capture",
-        "the memory of Linear.weight is another than in the capture",
+        "the memory of self.layers.2.weight is another than in the capture",
     ]
 
 
@@ -137,3 +140,60 @@ def test_frozen_is_taken_at_its_word() -> None:
             change(module)
         replay(x)
     assert replay.ledger.misses == Counter() and replay.ledger.captures == 1 and replay.ledger.replays == 4
+
+
+class Count:
+    __slots__ = ("n",)
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def step(self, x: Tensor) -> Tensor:
+        self.n += 1
+        return x * self.n
+
+
+class Keeps(nn.Module):
+    """Its state is what the code of a kind keeps: `keep` makes it and `step` moves it on."""
+
+    def __init__(self, keep: Callable[[], Any], step: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.kept, self.step = keep(), step
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.step(self.kept, x)
+
+
+def add_in_place(kept: Any, x: Tensor) -> Tensor:
+    kept += 1
+    return x * float(kept[0])
+
+
+def double_data(kept: Tensor, x: Tensor) -> Tensor:
+    kept.data = kept.data * 2
+    return x * kept
+
+
+KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Tensor], str]] = {
+    "slots": (Count, lambda kept, x: kept.step(x), "mutates_state"),
+    "bound method": (lambda: Count().step, lambda kept, x: kept(x), "mutates_state"),
+    "numpy array": (lambda: np.zeros(1), add_in_place, "mutates_state"),
+    "data of a parameter": (lambda: nn.Parameter(torch.ones(1)), double_data, "mutates_state"),
+    "iterator": (lambda: itertools.count(1), lambda kept, x: x * next(kept), "opaque_state"),
+    "nested replay": (lambda: ExactShapeReplay(Count().step), lambda kept, x: kept(x), "opaque_state"),
+    "bit generator": (
+        lambda: np.random.PCG64(1),
+        lambda kept, x: x * float(np.random.Generator(kept).random()),
+        "host_random",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_trying_a_class_moves_nothing_that_the_callable_keeps(name: str) -> None:
+    keep, step, reason = KEPT[name]
+    replay, eager = ExactShapeReplay(Keeps(keep, step)), Keeps(keep, step)
+    with torch.no_grad():
+        for _ in range(4):
+            assert torch.equal(replay(torch.ones(2)), eager(torch.ones(2)))
+    assert reason in replay.ledger.refusals and replay.ledger.replays == 0

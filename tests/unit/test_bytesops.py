@@ -7,7 +7,7 @@ import hashlib
 import pytest
 import torch
 
-from cadence_fx.bytesops import as_integers, bytes_equal, digest, first_difference
+from cadence_fx.bytesops import as_integers, bytes_equal, digest, fingerprint, first_difference
 
 DTYPES = [
     torch.float32,
@@ -77,3 +77,24 @@ def test_as_integers_shares_memory() -> None:
     x = torch.zeros(2)
     as_integers(x)[0] = 0x3F800000
     assert x.tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64])
+def test_a_fingerprint_sees_one_element_and_an_exchange(dtype: torch.dtype) -> None:
+    x = torch.zeros(3, 700_000).to(dtype)
+    x[1, 5] = 1
+    before = fingerprint(x)
+    assert fingerprint(x.clone()) == before == fingerprint(x.t().contiguous().t())
+    for row, column in ((0, 0), (2, 699_999)):
+        x[row, column] = 1
+        assert fingerprint(x) != before
+        x[row, column] = 0
+    x[1, 5], x[1, 6] = 0, 1
+    assert fingerprint(x) != before
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_fingerprint_sees_signs(dtype: torch.dtype) -> None:
+    x = torch.randn(4096).to(dtype)
+    assert fingerprint(x) != fingerprint(-x)
+    assert fingerprint(torch.empty(0)) == 0

@@ -39,6 +39,11 @@ EXAMPLES: list[tuple[CadenceError, str, list[str]]] = [
     (errors.CatalogTooWide(900, 64, "30 x 30", exact=False), "catalog_too_wide", ["more than 64", "at most 900"]),
     (errors.CatalogMismatch(["a", "b"]), "catalog_mismatch", ["2 reachable", "first: a", "flush lengths"]),
     (
+        errors.WeightsWritten(["layers.0.weight"], 256 << 20),
+        "weights_written",
+        ["'layers.0.weight'", "256 MiB", "Load the weights again"],
+    ),
+    (
         errors.NotServed("frames +3: cache 2 -> 5", "requires_grad", "an input requires grad"),
         "requires_grad",
         ["frames +3: cache 2 -> 5", "requires_grad", "an input requires grad"],

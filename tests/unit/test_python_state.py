@@ -1,25 +1,41 @@
 """Whatever Python code rebinds is named, and put back without changing what is what."""
 
+import dataclasses
 import functools
+import itertools
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from cadence_fx import ExactShapeReplay
 from cadence_fx.python_state import PythonState, held
 
 CALLS = 0
 
 
 class Settings:
+    made = 0
+
+    def grow(self) -> None:
+        self.steps += 1
+
     def __init__(self) -> None:
         self.steps = 4
         self.seen: list[Any] = []
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Slots:
+    n: int = 0
+    seen: list[int] = dataclasses.field(default_factory=list)
 
 
 class Host(nn.Module):
@@ -35,6 +51,10 @@ class Host(nn.Module):
         self.recent = deque([1, 2], maxlen=2)
         self.settings = Settings()
         self.space = SimpleNamespace(depth=1)
+        self.slots = Slots()
+        self.table = np.zeros((2, 3)).T
+        self.act = Settings().grow
+        self.raw = bytearray(b"ab")
 
 
 def bump(module: Any) -> None:
@@ -54,9 +74,16 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "self.settings.seen[0]": lambda m: m.settings.seen.append(1),
     "self.space.depth": lambda m: setattr(m.space, "depth", 2),
     "self.window": lambda m: setattr(m, "window", torch.zeros(3)),
-    "self.table": lambda m: m.register_buffer("table", torch.zeros(3)),
+    "self.pad": lambda m: m.register_buffer("pad", torch.zeros(3)),
     "self.layers.1.bias": lambda m: m.layers[1].register_parameter("bias", None),
     "self.layers.0.seen": lambda m: setattr(m.layers[0], "seen", 1),
+    "self.slots.n": lambda m: object.__setattr__(m.slots, "n", 1),
+    "self.slots.seen[0]": lambda m: m.slots.seen.append(1),
+    "the contents of self.table": lambda m: m.table.__setitem__((0, 1), 1.0),
+    "self.act.steps": lambda m: m.act(),
+    "self.raw[1]": lambda m: m.raw.__setitem__(1, 0),
+    "Settings.made": lambda m: setattr(Settings, "made", 1),
+    "the memory of self.layers.1.bias": lambda m: setattr(m.layers[1].bias, "data", torch.zeros(2)),
     "self.extra": lambda m: m.add_module("extra", nn.ReLU()),
 }
 
@@ -177,3 +204,59 @@ def test_cycles_and_foreign_objects_end_the_walk() -> None:
     module.thread = random
     module.kind = Settings
     assert PythonState(module).changes() == []
+
+
+def test_a_hook_that_counts_and_a_numpy_bit_generator() -> None:
+    module: Any = Host()
+    hook = counter()
+    module.layers[0].register_forward_hook(lambda *_: hook() * torch.ones(2))
+    module.bits = np.random.PCG64(1)
+    state = PythonState(module)
+    module.layers[0](torch.ones(2))
+    assert state.changes() == ["count"]
+    assert [source.name for source in state.dice()] == ["self.bits"]
+    state.put_back()
+    assert hook() == 1
+
+
+def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    module: Any = Host()
+    module.numbers = itertools.count()
+    module.settings.seen.append(x for x in "ab")
+    module.inner = ExactShapeReplay(counter())
+    with open(tmp_path / "log", "w") as file:
+        module.log.append(file)
+        found = PythonState(module).opaque
+    assert sorted(found) == [
+        "self.inner (ExactShapeReplay)",
+        "self.log[2] (TextIOWrapper)",
+        "self.numbers (count)",
+        "self.settings.seen[0] (generator)",
+    ]
+
+
+class Named:
+    CALLS = 7
+
+    def __call__(self) -> int:
+        return self.CALLS
+
+
+def test_an_attribute_is_no_global_of_the_same_name() -> None:
+    state = PythonState(Named())
+    counts_globally()
+    assert state.changes() == []
+    globals().update(CALLS=0)
+
+
+@torch.no_grad()
+def counts_without_grad() -> None:
+    counts_globally()
+
+
+def test_a_global_behind_a_decorator_and_another_function() -> None:
+    state = PythonState(counts_without_grad)
+    counts_without_grad()
+    assert state.changes() == ["CALLS"]
+    state.put_back()
+    assert CALLS == 0
