@@ -68,3 +68,17 @@ def test_from_outside_the_process(value: str, shown: str) -> None:
     command = [sys.executable, "-c", PROGRAM]
     run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == shown
+
+
+def test_warm_up_while_it_is_off_does_nothing() -> None:
+    pair = Pair(BY_NAME["AppendLast"], warm=False)
+    with cadence_fx.disabled():
+        pair.warm_up()
+        for _ in range(3):
+            pair.call()
+    assert pair.missed() == Counter(disabled=3) and pair.since("captures") == 0
+    pair.warm_up()
+    for _ in range(3):
+        pair.call()
+    assert pair.missed() == Counter() and pair.since("replays") == 3
+    pair.check_kept()
