@@ -38,9 +38,9 @@ def tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Shape, stride, dtype, device and alignment class of a tensor whose memory is not fixed, and whether it is lazy.
 
     Raises:
-        Unkeyable: a sparse or otherwise unstrided tensor.
+        Unkeyable: a sparse, nested or otherwise unstrided tensor.
     """
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or tensor.is_nested:
         raise Unkeyable(f"a tensor of layout {tensor.layout}")
     return (
         tensor.shape,

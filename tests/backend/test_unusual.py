@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import cadence_fx
 from cadence_fx import Clock, Contract, KeepLast, Region
+from cadence_fx.bytesops import bytes_equal
 from cadence_fx.replay import ExactShapeReplay
 from tests.harness import assert_same, compile_with, counts
 
@@ -18,6 +19,8 @@ CONTRACT = Contract(
     [Clock("frame", 2)],
     [Region("cache", argument="cache", result=1, axis=1, clock="frame", start=2, retention=KeepLast(6))],
 )
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch warns of quantized, CSR and nested tensors
 
 
 @pytest.fixture(autouse=True)
@@ -82,3 +85,47 @@ def test_a_state_that_is_a_lazy_view() -> None:
     _, right = module(x, start)
     assert_same(step(x, mine.conj())[0], module(x, right.conj())[0], "the result")
     assert counts(step)["misses"] == {"layout": 1}
+
+
+UNUSUAL: dict[str, Callable[[Tensor], Tensor]] = {
+    "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+    "quantized by channel": lambda x: torch.quantize_per_channel(x, x.new_ones(3), torch.zeros(3), 0, torch.qint8),
+    "sparse": lambda x: x.to_sparse(),
+    "csr": lambda x: x.to_sparse_csr(),
+    "csc": lambda x: x.to_sparse_csc(),
+    "mkldnn": lambda x: x.to_mkldnn(),
+    "meta": lambda x: x.to("meta"),
+    "nested": lambda x: torch.nested.nested_tensor([x, x[:1]]),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_an_unusual_result(kind: str) -> None:
+    make = UNUSUAL[kind]
+    replay = ExactShapeReplay(lambda x: make(x))
+    for _ in range(2):
+        assert bytes_equal(replay(torch.eye(3)), make(torch.eye(3)))
+    assert counts(replay)["replays"] == 0 and sum(counts(replay)["misses"].values()) == 2
+
+
+@pytest.mark.parametrize("aliased", [False, True])
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_an_unusual_argument(kind: str, aliased: bool) -> None:
+    given = UNUSUAL[kind](torch.eye(3))
+    replay = ExactShapeReplay(lambda x, y: y * 2, aliased=[given] if aliased else [])
+    for _ in range(2):
+        assert_same(replay(given, torch.ones(2)), torch.full((2,), 2.0), "the result")
+    assert counts(replay)["replays"] == 0 and sum(counts(replay)["misses"].values()) == 2
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_an_unusual_tensor_within(kind: str) -> None:
+    make = UNUSUAL[kind]
+
+    def f(x: Tensor) -> Tensor:
+        make(x)
+        return x * 2
+
+    replay = ExactShapeReplay(f)
+    for _ in range(2):
+        assert_same(replay(torch.eye(3)), torch.eye(3) * 2, "the result")

@@ -77,3 +77,15 @@ def test_as_integers_shares_memory() -> None:
     x = torch.zeros(2)
     as_integers(x)[0] = 0x3F800000
     assert x.tolist() == [1.0, 0.0]
+
+
+def test_quantized_and_sparse_tensors_are_compared_by_what_they_consist_of() -> None:
+    x = torch.eye(3)
+    one, other = (torch.quantize_per_tensor(x, scale, 0, torch.qint8) for scale in (0.1, 0.2))
+    assert bytes_equal(one, one.clone()) and not bytes_equal(one, other)
+    assert bytes_equal(x.to_sparse(), x.to_sparse()) and not bytes_equal(x.to_sparse(), x.to_sparse_csr())
+    assert not bytes_equal(x.to_sparse(), (x * 2).to_sparse()) and not bytes_equal(x, x.to_sparse())
+    assert bytes_equal(x.to("meta"), x.to("meta")) and not bytes_equal(x.to("meta"), x)
+    assert digest(one) != digest(other) and digest(x.to_sparse()) == digest(x.to_sparse())
+    with pytest.raises(TypeError, match="qint8"):
+        as_integers(one)
