@@ -123,6 +123,9 @@ def capture(
         if problem is not None:
             return problem
         trials = Trials(plan, static_args, names, snapshot)
+        if trials.strays is not None:
+            what = f"it looks at memory around the elements of {trials.strays} (as_strided), which a copy does not have"
+            return Miss("layout", f"{plan.label}: {what}", lasting=True)
         recording = _record_certified(plan, static_args, reference, trials, snapshot, device, ledger)
     finally:
         snapshot.restore()

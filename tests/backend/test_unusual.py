@@ -129,3 +129,57 @@ def test_an_unusual_tensor_within(kind: str) -> None:
     replay = ExactShapeReplay(f)
     for _ in range(2):
         assert_same(replay(torch.eye(3)), torch.eye(3) * 2, "the result")
+
+
+LOOKS_AROUND: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "holes": (lambda x: x[::2], lambda x: x.as_strided((7,), (1,)).clone()),
+    "holes of a view": (lambda x: x[::2], lambda x: x[1:].as_strided((5,), (1,)) * 1),
+    "an offset": (lambda x: x[8:], lambda x: x.as_strided((4,), (1,), 0) * 1),
+    "a storage": (lambda x: x[8:], lambda x: x.new_empty(0).set_(x.untyped_storage(), 0, (4,), (1,)) * 1),
+}
+
+
+@pytest.mark.parametrize("case", LOOKS_AROUND)
+def test_memory_around_the_elements_of_an_argument(case: str) -> None:
+    cut, f = LOOKS_AROUND[case]
+    replay = ExactShapeReplay(f)
+    for _ in range(2):
+        x = cut(torch.randn(16))
+        assert_same(replay(x), f(x), "the result")
+    assert counts(replay)["misses"] == {"layout": 2}
+
+
+def test_elements_of_an_argument_seen_in_other_strides() -> None:
+    def f(x: Tensor) -> Tensor:
+        return x[2:].as_strided((3, 4), (2, 1)) * 1
+
+    replay = ExactShapeReplay(f)
+    for _ in range(2):
+        x = torch.randn(10)
+        assert_same(replay(x), f(x), "the result")
+    assert counts(replay)["replays"] == 2
+
+
+class Gap(nn.Module):
+    def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        frames = torch.cat([cache, x], 1)
+        return x.as_strided((16,), (1,)).clone(), frames[:, -6:]
+
+
+def test_memory_around_the_elements_of_an_argument_of_a_graph() -> None:
+    step = compile_with(Gap(), CONTRACT)
+    cadence_fx.warm_up(step, torch.randn(1, 2, 16)[:, :, ::2], torch.randn(1, 2, 8))
+    x, cache = torch.randn(1, 2, 16)[:, :, ::2], torch.randn(1, 2, 8)
+    assert_same(step(x, cache)[0], Gap()(x, cache)[0], "the result")
+    assert counts(step)["misses"] == {"layout": 1}
+
+
+def test_a_branch_on_an_array_is_not_tried_with_other_data() -> None:
+    seen = []
+
+    def f(x: Tensor) -> Tensor:
+        seen.append(float(x.numpy().max()))
+        return x + 1
+
+    ExactShapeReplay(f, frozen=True)(torch.ones(64))
+    assert set(seen) == {1.0}
