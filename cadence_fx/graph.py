@@ -108,6 +108,11 @@ class GraphPlanner:
             plan = self._specialise(args, point)
         except NotCapturable as error:
             return Miss(error.reason, str(error), lasting=True)
+        except RetentionMismatch as error:
+            if not self.program.sealed:
+                raise
+            # Dynamo has one graph for declared calls and others for odd ones, such as a state that is the input too.
+            return Miss("retention", str(error), lasting=True)
         except CadenceError:
             raise
         except Exception as error:  # a graph that cannot be traced at concrete sizes runs eager, whatever the cause

@@ -183,3 +183,22 @@ def test_a_branch_on_an_array_is_not_tried_with_other_data() -> None:
 
     ExactShapeReplay(f, frozen=True)(torch.ones(64))
     assert set(seen) == {1.0}
+
+
+class Sums(nn.Module):
+    def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        frames = torch.cat([cache, x], 1)
+        return frames.sum(1), frames[:, -6:]
+
+
+def test_one_tensor_that_is_both_the_input_and_the_state() -> None:
+    step, eager = compile_with(Sums(), CONTRACT), Sums()
+    cadence_fx.warm_up(step, torch.randn(1, 2, 8), torch.randn(1, 2, 8))
+    both, x = torch.randn(1, 2, 8), torch.randn(1, 2, 8)
+    for _ in range(2):
+        (mine, state), (right, expected) = step(both, both), eager(both, both)
+        assert_same(mine, right, "the result")
+        assert_same(state, expected, "the state")
+        for actual, wanted in zip(step(x, state), eager(x, expected), strict=True):
+            assert_same(actual, wanted, "what follows")
+    assert counts(step)["misses"] == {"retention": 2} and counts(step)["replays"] == 2
