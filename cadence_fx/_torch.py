@@ -24,10 +24,12 @@ from torch._dynamo.utils import graph_break_reasons
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode as TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 tree_flatten = pytree.tree_flatten
+WithoutFunctionModes = torch._C.DisableTorchFunction
 tree_unflatten = pytree.tree_unflatten
 tree_leaves = pytree.tree_leaves
 tree_map_only = pytree.tree_map_only

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from cadence_fx.bytesops import digest, first_difference
+from cadence_fx.bytesops import bytes_equal, digest, first_difference
 from cadence_fx.errors import AuditMismatch
 from cadence_fx.graph import GraphPlanner
 from cadence_fx.lookup import program_of
 from cadence_fx.program import Program
+from cadence_fx.signature import is_plain
 from cadence_fx.table import ReplayTable
 
 
@@ -92,6 +93,11 @@ class _Auditor:
         if expected.shape != found.shape or expected.dtype != found.dtype:
             as_text = [f"{t.dtype} {tuple(t.shape)}".encode() for t in (expected, found)]
             raise AuditMismatch(what, call=call, axis=0, start=0, stop=0, expected=as_text[0], actual=as_text[1])
+        if not (is_plain(expected) and is_plain(found)):
+            if not bytes_equal(expected, found):
+                as_text = [digest(t).encode() for t in (expected, found)]
+                raise AuditMismatch(what, call=call, axis=0, start=0, stop=0, expected=as_text[0], actual=as_text[1])
+            return
         different = first_difference(expected, found)
         if different is None:
             return
@@ -122,6 +128,9 @@ def _copies(args: Sequence[Any]) -> list[Any]:
     for arg in args:
         if not isinstance(arg, torch.Tensor):
             copies.append(arg)
+            continue
+        if not is_plain(arg):
+            copies.append(arg.detach().clone())
             continue
         home = arg.untyped_storage().data_ptr()
         if home not in homes or arg.numel() == 0:

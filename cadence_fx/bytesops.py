@@ -6,12 +6,22 @@ import hashlib
 
 import torch
 
+from cadence_fx.signature import is_plain
+
 _INTEGER_OF_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK, _PRIME = 1 << 20, (1 << 61) - 1
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's elements reinterpreted as integers of the same width (complex: a trailing axis of two)."""
+    """The tensor's elements reinterpreted as integers of the same width (complex: a trailing axis of two).
+
+    Raises:
+        TypeError: a sparse, quantized or otherwise unusual tensor; `plain_parts` has what it consists of.
+    """
+    if not is_plain(tensor):
+        raise TypeError(
+            f"a tensor of layout {tensor.layout} and {tensor.dtype} on {tensor.device} has no bytes to view"
+        )
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -23,15 +33,50 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 def bytes_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Same shape, dtype and device type, and the same bytes element by element (strides may differ)."""
+    if left.layout != right.layout or left.dtype != right.dtype or left.is_nested != right.is_nested:
+        return False
+    mine, others = plain_parts(left), plain_parts(right)
+    return len(mine) == len(others) and all(map(_plain_equal, mine, others))
+
+
+def _plain_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     return bool(torch.equal(as_integers(left), as_integers(right).to(left.device)))
 
 
+def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What a tensor consists of, as plain tensors; a plain one of itself alone, one without data of its shape."""
+    tensor = tensor.detach()
+    if is_plain(tensor):
+        return [tensor]
+    if tensor.is_nested:
+        return [part for row in tensor.unbind() for part in plain_parts(row)]
+    shape = torch.tensor(tensor.shape, dtype=torch.int64)
+    if tensor.is_meta:
+        return [shape]
+    if tensor.is_quantized:
+        return [tensor.int_repr(), *_quantizer(tensor)]
+    if tensor.layout is torch.sparse_coo:
+        return [shape, torch.tensor(tensor.is_coalesced()), tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [shape, tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [shape, tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor.to_dense()]
+
+
+def _quantizer(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return [torch.tensor(tensor.q_scale(), dtype=torch.float64), torch.tensor(tensor.q_zero_point())]
+    axis = torch.tensor(tensor.q_per_channel_axis())
+    return [axis, tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
+
+
 def first_difference(
     left: torch.Tensor, right: torch.Tensor
 ) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...], int] | None:
-    """Where two tensors of one shape differ as bytes.
+    """Where two plain tensors of one shape differ as bytes.
 
     Returns:
         None if they do not; otherwise (index of the first differing element, per-axis inclusive (low, high) range of
@@ -51,7 +96,8 @@ def digest(*tensors: torch.Tensor) -> str:
     """SHA-256 over the bytes of tensors in row-major order, as hexadecimal."""
     sha = hashlib.sha256()
     for tensor in tensors:
-        sha.update(as_integers(tensor).contiguous().cpu().numpy().tobytes())
+        for part in plain_parts(tensor):
+            sha.update(as_integers(part).contiguous().cpu().numpy().tobytes())
     return sha.hexdigest()
 
 

@@ -25,7 +25,7 @@ from cadence_fx.plan import Miss, Plan, RegionUse, destinations
 from cadence_fx.reached import Reached
 from cadence_fx.recorder import Recording, record
 from cadence_fx.residents import HostedRecording
-from cadence_fx.signature import ALIGNMENT
+from cadence_fx.signature import ALIGNMENT, is_lazy, is_plain
 from cadence_fx.trials import Trials
 
 
@@ -70,6 +70,8 @@ def unfit(plan: Plan, args: Sequence[Any], names: Sequence[str], device: torch.d
         if _is_unusual(args[i]):
             return Miss("layout", f"{names[i]} is not a plain strided tensor")
     for use in plan.regions:
+        if is_lazy(args[use.index]):
+            return Miss("layout", f"{names[use.index]} is conjugated or negated lazily")
         problem = use.carry.make_room(args[use.index], in_place=use.output is None)
         if problem is not None:
             return Miss(*problem)
@@ -121,6 +123,9 @@ def capture(
         if problem is not None:
             return problem
         trials = Trials(plan, static_args, names, snapshot)
+        if trials.strays is not None:
+            what = f"it looks at memory around the elements of {trials.strays} (as_strided), which a copy does not have"
+            return Miss("layout", f"{plan.label}: {what}", lasting=True)
         recording = _record_certified(plan, static_args, reference, trials, snapshot, device, ledger)
     finally:
         snapshot.restore()
@@ -222,8 +227,9 @@ def _record_certified(
 
 
 def _is_unusual(tensor: torch.Tensor) -> bool:
-    """Sparse, lazily conjugated or negated, or expanded: no copy can fill a static buffer of the same geometry."""
-    return tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or is_expanded(tensor)
+    """Sparse, quantized, lazily conjugated or negated, or expanded: no copy can fill a static buffer of the same
+    geometry."""
+    return not is_plain(tensor) or is_lazy(tensor) or is_expanded(tensor)
 
 
 def _addresses(args: Sequence[Any], fixed: list[int]) -> list[int | None]:

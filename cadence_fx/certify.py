@@ -129,4 +129,4 @@ def _outcome(
 def _to_host(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    return value.detach().to("cpu", copy=True)
+    return value.detach().to("cpu", copy=True) if not value.is_meta else value

@@ -27,7 +27,7 @@ from cadence_fx.passes.provenance import Contradicted, Proved, prove_retentions
 from cadence_fx.plan import WATCHED, Miss, Plan, RegionUse
 from cadence_fx.residents import HostSide
 from cadence_fx.retention import Span
-from cadence_fx.signature import compare, region_key, scalar_key, tensor_key
+from cadence_fx.signature import compare, is_lazy, region_key, scalar_key, tensor_key
 from cadence_fx.twins import fingerprint, in_terms_of
 
 if TYPE_CHECKING:
@@ -108,6 +108,11 @@ class GraphPlanner:
             plan = self._specialise(args, point)
         except NotCapturable as error:
             return Miss(error.reason, str(error), lasting=True)
+        except RetentionMismatch as error:
+            if not self.program.sealed:
+                raise
+            # Dynamo has one graph for declared calls and others for odd ones, such as a state that is the input too.
+            return Miss("retention", str(error), lasting=True)
         except CadenceError:
             raise
         except Exception as error:  # a graph that cannot be traced at concrete sizes runs eager, whatever the cause
@@ -315,7 +320,7 @@ class GraphPlanner:
 
     def twin(self, plan: Plan, args: Sequence[Any]) -> ReplayClass | None:
         """The class that another Dynamo graph of the same computation has captured for this very call."""
-        found = self.program.twins.get(key_of(plan, self._signature(args)))
+        found = self.program.twins.get(self._identity(plan, args))
         if found is None or found[0].recording.closed:
             return None
         return in_terms_of(*found, plan, self.names, args)
@@ -323,7 +328,13 @@ class GraphPlanner:
     def admitted(self, plan: Plan, args: Sequence[Any], entry: ReplayClass) -> None:
         """Offer a captured class to other graphs."""
         if plan.fingerprint is not None:
-            self.program.twins[key_of(plan, self._signature(args))] = (entry, self.names)
+            self.program.twins[self._identity(plan, args)] = (entry, self.names)
+
+    def _identity(self, plan: Plan, args: Sequence[Any]) -> Any:
+        """What two graphs must share to share a class: the computation and the signature of the call. Dynamo compiles
+        another graph for a weight that is a lazy view now, and it may be the same computation."""
+        lazy = frozenset(self.names[i] for i in plan.fixed if is_lazy(args[i]))
+        return plan.fingerprint, frozenset(self._signature(args).items()), lazy
 
     # -- eager --------------------------------------------------------------------------------------------------------
 
@@ -387,11 +398,6 @@ def _hopeless(binding: Binding) -> Miss | None:
                 "host_random", f"{entry.accessor or entry.name} is drawn from Python's random module on the host"
             )
     return None
-
-
-def key_of(plan: Plan, signature: dict[str, tuple[Any, ...]]) -> Any:
-    """What two graphs must share to share a class: the computation and the signature of the call."""
-    return plan.fingerprint, frozenset(signature.items())
 
 
 def _evaluator(expr: sympy.Expr, binding: Binding) -> Callable[[Sequence[Any]], int] | None:

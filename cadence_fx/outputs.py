@@ -15,6 +15,7 @@ import torch
 
 from cadence_fx.layout import layout_of
 from cadence_fx.plan import Plan, RegionUse
+from cadence_fx.signature import is_plain
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride, storage offset
 
@@ -74,9 +75,12 @@ def derive_rules(plan: Plan, static_args: Sequence[Any], outputs: Sequence[Any])
 
 
 def unusual(static_args: Sequence[Any], outputs: Sequence[Any]) -> str | None:
-    """An output that is an argument's memory as another dtype, or lazily conjugated, if there is one."""
+    """An output that is no plain tensor, lazily conjugated, or an argument's memory as another dtype, if there is
+    one."""
     homes = {a.untyped_storage().data_ptr(): a for a in static_args if isinstance(a, torch.Tensor) and a.numel()}
     for i, out in enumerate(outputs):
+        if isinstance(out, torch.Tensor) and not is_plain(out):
+            return f"output {i} has layout {out.layout} and {out.dtype} on {out.device}"
         if isinstance(out, torch.Tensor) and out.numel():
             base = homes.get(out.untyped_storage().data_ptr())
             if out.is_conj() or out.is_neg() or (base is not None and base.dtype != out.dtype):

@@ -3,7 +3,10 @@
 A certificate tries a class on data the user never sent. An index that is computed from a float, a branch on the host
 or a probability would turn odd data into an error (on a GPU into one that ends the process), so the computation is
 watched once on the call's own data: an input is left alone when its values reach an integer that is used, the host, an
-assertion, the parameter of a random draw, or an operator that is not PyTorch's own.
+assertion, the parameter of a random draw, or an operator that is not PyTorch's own. Memory that is handed to others
+than operators (`numpy()`, `data_ptr()`) is followed no further: what is ever in it decides.
+
+The same run shows whether the computation looks past the elements of an input, at memory that a copy does not have.
 """
 
 from __future__ import annotations
@@ -14,7 +17,14 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cadence_fx._torch import TorchDispatchMode
+from cadence_fx._torch import TorchDispatchMode, TorchFunctionMode, WithoutFunctionModes
+from cadence_fx.layout import span
+from cadence_fx.signature import is_plain
+
+# Operators that give a tensor elements of its storage that it does not have.
+_RESTRIDES = {"as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter", "set_"}
+# What hands out a tensor's memory or its values without an operator.
+_EXPORTS = {"numpy", "tolist", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage", "_typed_storage"}
 
 
 class Reach(TorchDispatchMode):
@@ -27,16 +37,44 @@ class Reach(TorchDispatchMode):
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._follows: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._exported: set[int] = set()
+        self._decisive = 0
+        self._roots = {_home(tensor): (i, tensor) for i, tensor in enumerate(inputs) if tensor.numel()}
+        self._strays = 0
         for i, tensor in enumerate(inputs):
             self._add(tensor, 1 << i)
-        self._decisive = 0
+        self._exports = _Exports(self)
+
+    def __enter__(self) -> Reach:
+        super().__enter__()
+        self._exports.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._exports.__exit__(*error)
+        super().__exit__(*error)
+
+    def export(self, tensor: torch.Tensor) -> None:
+        """A tensor's memory is read, now or later, by others than operators."""
+        self._exported.add(_home(tensor))
+        self._decisive |= self._of(tensor)
 
     def decides(self, index: int) -> bool:
         """Whether the values of this input have decided more than values."""
         return bool(self._decisive >> index & 1)
 
+    def strays(self, index: int) -> bool:
+        """Whether the memory around the elements of this input may have been looked at."""
+        return bool(self._strays >> index & 1)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with WithoutFunctionModes():  # what this mode itself asks of tensors is no export
+            return self._watch(func, args, kwargs or {})
+
+    def _watch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func.overloadpacket.__name__ in _RESTRIDES:
+            for i in _strayed(self._roots, func, args, kwargs):
+                self._strays |= 1 << i
         read = list(_tensors([*args, *kwargs.values()]))
         written = list(_tensors(_written(func, args, kwargs)))
         result = func(*args, **kwargs)
@@ -62,6 +100,8 @@ class Reach(TorchDispatchMode):
 
     def _add(self, tensor: torch.Tensor, inputs: int) -> None:
         found = self._of(tensor)
+        if not _has_memory(tensor) or _home(tensor) in self._exported:
+            self._decisive |= inputs
         if _home(tensor) and found | inputs != found:  # empty tensors have no home
             self._follows[_home(tensor)] = StorageWeakRef(tensor.untyped_storage()), found | inputs
 
@@ -97,5 +137,48 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
+def _strayed(roots: Any, func: Any, args: Any, kwargs: Any) -> Iterator[int]:
+    """The inputs of which an operator may see more than their elements: anything but elements of a dense one."""
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    source = given.get("source", None if func.overloadpacket.__name__ == "set_" else given["self"])
+    if source is None:
+        return
+    home = source.data_ptr() if isinstance(source, torch.UntypedStorage) else _home(source)
+    if home not in roots:
+        return
+    index, root = roots[home]
+    if (
+        "source" not in given
+        and given.get("storage_offset") is None
+        and span(root.shape, root.stride()) == root.numel()
+    ):
+        start = given["self"].storage_offset() - root.storage_offset()
+        if start + span(given["size"], given["stride"]) <= root.numel():
+            return
+    yield index
+
+
+class _Exports(TorchFunctionMode):
+    """Tells a `Reach` of tensors whose memory is handed out."""
+
+    def __init__(self, reach: Reach) -> None:
+        super().__init__()
+        self._reach = reach
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and isinstance(args[0], torch.Tensor) and _is_export(func):
+            self._reach.export(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _is_export(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in _EXPORTS or (name == "__get__" and func == torch.Tensor.__cuda_array_interface__.__get__)  # type: ignore[attr-defined]
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return is_plain(tensor) or tensor.is_quantized
+
+
 def _home(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage().data_ptr() if _has_memory(tensor) else 0

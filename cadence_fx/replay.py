@@ -21,6 +21,7 @@ from cadence_fx.ledger import Ledger
 from cadence_fx.locks import new_lock
 from cadence_fx.plan import Miss, Plan
 from cadence_fx.python_state import Place, PythonState, held
+from cadence_fx.signature import fixed_key
 from cadence_fx.table import ReplayTable
 
 
@@ -76,9 +77,7 @@ class PlainPlanner:
     def key_part(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Aliased tensors are bound by pointer; their geometry is part of the signature all the same. Generators count
         by identity."""
-        part: tuple[Any, ...] = tuple(
-            (args[i].shape, args[i].stride(), args[i].dtype, args[i].device) for i in self._fixed
-        )
+        part: tuple[Any, ...] = tuple(fixed_key(args[i]) for i in self._fixed)
         return (*part, *(args[i] for i in self._generators), *map(held, self._places))
 
     def unknown(self, args: Sequence[Any]) -> Miss | None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from cadence_fx.bytesops import bytes_equal
+from cadence_fx.layout import span
 from cadence_fx.passes import HostPart, Premise
 from cadence_fx.plan import Miss
 from cadence_fx.recorder import Recording
@@ -34,9 +35,9 @@ class Watch:
 
     def __init__(self, tensors: Sequence[torch.Tensor], by_version: bool = False) -> None:
         self._tensors = [t for t in tensors if t.numel()]  # alive as long as their bytes are looked at
-        small = [t for t in self._tensors if t.device.type == "cpu" and t.is_contiguous() and t.nbytes <= COMPARED]
+        small = [t for t in self._tensors if t.device.type == "cpu" and _extent(t) <= COMPARED]
         others = [t for t in self._tensors if not any(t is known for known in small)]
-        self._windows = [(ctypes.c_char * t.nbytes).from_address(t.data_ptr()) for t in small]
+        self._windows = [(ctypes.c_char * _extent(t)).from_address(t.data_ptr()) for t in small]
         self._bytes = [window.raw for window in self._windows]
         self.blind = bool(others) and (not by_version or any(t.is_inference() for t in others))
         self._counted = [] if self.blind else others
@@ -57,6 +58,11 @@ class Watch:
             if tensor._version != self._versions[i]:
                 self._versions[i], found = tensor._version, True
         return found
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes between the first and the last element; what lies between them is looked at with them."""
+    return span(tensor.shape, tensor.stride()) * tensor.element_size()
 
 
 class HostSide:

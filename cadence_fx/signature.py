@@ -35,12 +35,12 @@ class Unkeyable(Exception):
 
 
 def tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Shape, stride, dtype, device and alignment class of a tensor whose memory is not fixed.
+    """Shape, stride, dtype, device and alignment class of a tensor whose memory is not fixed, and whether it is lazy.
 
     Raises:
-        Unkeyable: a sparse or otherwise unstrided tensor.
+        Unkeyable: a sparse, nested or otherwise unstrided tensor.
     """
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or tensor.is_nested:
         raise Unkeyable(f"a tensor of layout {tensor.layout}")
     return (
         tensor.shape,
@@ -48,12 +48,35 @@ def tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
         tensor.dtype,
         tensor.device,
         tensor.data_ptr() % ALIGNMENT,
+        is_lazy(tensor),
     )
 
 
 def region_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Shape, dtype and device of a state: its memory will be the carry's, so its own layout does not matter."""
-    return (tensor.shape, tensor.dtype, tensor.device)
+    """Shape, dtype and device of a state, and whether it is lazy. Its memory will be the carry's, so its strides do not
+    matter."""
+    return (tensor.shape, tensor.dtype, tensor.device, is_lazy(tensor))
+
+
+def fixed_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The geometry of a tensor that is bound by pointer.
+
+    Raises:
+        Unkeyable: a sparse, quantized or otherwise unusual tensor.
+    """
+    if not is_plain(tensor):
+        raise Unkeyable(f"an aliased tensor of layout {tensor.layout} and {tensor.dtype} on {tensor.device}")
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, is_lazy(tensor))
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is conjugated or negated when it is read: its memory holds other numbers than it does."""
+    return tensor.is_neg() or tensor.is_conj()
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but numbers in memory: strided, not quantized, not on the meta device."""
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta and not tensor.is_nested
 
 
 def scalar_key(value: Any) -> tuple[Any, ...]:
@@ -109,8 +132,8 @@ def compare(known: dict[str, tuple[Any, ...]], found: dict[str, tuple[Any, ...]]
 # Names of the parts of a key, by how many there are: a scalar, a state, a tensor.
 _PARTS = {
     2: ("scalar", "scalar"),
-    3: ("shape", "dtype", "device"),
-    5: ("shape", "stride", "dtype", "device", "alignment"),
+    4: ("shape", "dtype", "device", "layout"),
+    6: ("shape", "stride", "dtype", "device", "alignment", "layout"),
 }
 
 

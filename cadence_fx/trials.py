@@ -33,11 +33,15 @@ class Trials:
         plan: the class; its notes say which inputs it is compared on and which not.
         args: its static arguments.
         names: what the user calls each argument.
+
+    Attributes:
+        strays: an input around whose elements the computation looks, where a copy has other bytes; None without one.
     """
 
     def __init__(self, plan: Plan, args: Sequence[Any], names: Sequence[str], snapshot: certify.Snapshot) -> None:
         self._plan, self._args, self._snapshot = plan, args, snapshot
         self._expected: list[tuple[int, certify.Outcome]] = []
+        self.strays: str | None = None
         self._varied = self._choose(names)
         for kind in range(len(_KINDS)) if self._varied else ():
             self._expect(kind)
@@ -61,19 +65,19 @@ class Trials:
         """The inputs whose values may be others. They are noted when they are not all of the floats among them."""
         candidates = [(names[i], self._args[i]) for i in self._plan.staged]
         candidates += [(names[use.index], use.carry.view(use.extent)) for use in self._plan.regions]
-        candidates = [(name, tensor) for name, tensor in candidates if is_varied(tensor)]
         if not candidates:
             return []
         reach = Reach([tensor for _, tensor in candidates])
         with reach:
             self._plan.reference(*self._args)
         self._snapshot.restore()
-        kept = [name for i, (name, _) in enumerate(candidates) if reach.decides(i)]
+        self.strays = next((name for i, (name, _) in enumerate(candidates) if reach.strays(i)), None)
+        kept = [name for i, (name, tensor) in enumerate(candidates) if is_varied(tensor) and reach.decides(i)]
         if kept:
             self._plan.notes.append(
                 f"not varied in the certificate, since values decide what is done: {', '.join(kept)}"
             )
-        return [tensor for i, (_, tensor) in enumerate(candidates) if not reach.decides(i)]
+        return [tensor for i, (_, tensor) in enumerate(candidates) if is_varied(tensor) and not reach.decides(i)]
 
     def _vary(self, kind: int) -> None:
         self._snapshot.restore()

@@ -344,3 +344,11 @@ def test_watch() -> None:
         assert Watch([torch.zeros(COMPARED)], by_version=True).blind  # its writes are not counted
         assert not Watch([torch.zeros(4)], by_version=True).blind
     assert not Watch([torch.zeros(0)]).changed()
+
+
+def test_small_tensors_with_holes_are_compared_by_their_bytes() -> None:
+    window = torch.hann_window(16)[::2]
+    watch = Watch([window], by_version=True)
+    assert not watch.changed()
+    window.data.zero_()
+    assert watch.changed() and not watch.changed()

@@ -98,3 +98,15 @@ def test_a_fingerprint_sees_signs(dtype: torch.dtype) -> None:
     x = torch.randn(4096).to(dtype)
     assert fingerprint(x) != fingerprint(-x)
     assert fingerprint(torch.empty(0)) == 0
+
+
+def test_quantized_and_sparse_tensors_are_compared_by_what_they_consist_of() -> None:
+    x = torch.eye(3)
+    one, other = (torch.quantize_per_tensor(x, scale, 0, torch.qint8) for scale in (0.1, 0.2))
+    assert bytes_equal(one, one.clone()) and not bytes_equal(one, other)
+    assert bytes_equal(x.to_sparse(), x.to_sparse()) and not bytes_equal(x.to_sparse(), x.to_sparse_csr())
+    assert not bytes_equal(x.to_sparse(), (x * 2).to_sparse()) and not bytes_equal(x, x.to_sparse())
+    assert bytes_equal(x.to("meta"), x.to("meta")) and not bytes_equal(x.to("meta"), x)
+    assert digest(one) != digest(other) and digest(x.to_sparse()) == digest(x.to_sparse())
+    with pytest.raises(TypeError, match="qint8"):
+        as_integers(one)

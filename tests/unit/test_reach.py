@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -33,6 +34,13 @@ def through_a_part(x: Tensor) -> Tensor:
     return TABLE[room.long()]
 
 
+def through_an_array_made_before(x: Tensor) -> Tensor:
+    room = torch.zeros(4, 4)
+    array = room.numpy()
+    room.copy_(x)
+    return x + float(array.max())
+
+
 def overwritten_memory(x: Tensor) -> Tensor:
     """What was computed from `x` is freed; what is put there next has nothing to do with it."""
     for _ in range(20):
@@ -57,6 +65,14 @@ DECIDES: dict[str, Callable[[Tensor], Any]] = {
     "a rate": torch.poisson,
     "a factorisation that checks itself": lambda x: torch.linalg.cholesky(x @ x.mT + torch.eye(4)),
     "an operator of someone else's": of_someone,
+    "an array": lambda x: x * float((x + 1).numpy().max()),
+    "an array of a view": lambda x: x * float(np.asarray(x[0]).max()),
+    "an array made before": through_an_array_made_before,
+    "a list": lambda x: x * (x * 2).tolist()[0][0],
+    "an exchanged tensor": lambda x: np.from_dlpack(x * 2),
+    "an address": lambda x: (x * 2).data_ptr(),
+    "a storage": lambda x: x.untyped_storage()[0],
+    "a sparse tensor": lambda x: x.to_sparse(),
 }
 COMPUTES: dict[str, Callable[[Tensor], Any]] = {
     "arithmetic": lambda x: F.layer_norm(x @ x.t(), (4,)).softmax(-1),
