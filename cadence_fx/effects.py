@@ -107,6 +107,9 @@ def _verdict(plan: Plan, snapshot: Snapshot, watcher: WriteWatcher | None, devic
     changes = snapshot.python.changes() if snapshot.python is not None else []
     if changes:
         return Miss("initialises", f"{plan.label}: the call rebinds {', '.join(changes[:4])}")
+    if plan.altered:
+        what = f"the call changes {', '.join(plan.altered[:4])}, a container that is the caller's"
+        return Miss("mutates_argument", f"{plan.label}: {what}", lasting=True)
     if watcher is not None:
         if watcher.reads is not None and device.type != "cpu":
             return Miss("host_read", f"{plan.label}: the host waits for the result of {watcher.reads}", lasting=True)

@@ -80,6 +80,7 @@ class Plan:
             is known, and then every source of randomness is watched while it runs.
         generators: generators among the arguments.
         owner: the plain callable, whose objects may be rebound while it runs; None for a graph.
+        altered: what the last run of `reference` has rebound in containers that a plain callable was given, in words.
         frozen: the user vouches that nobody rebinds them between calls.
         host: what runs on the host before each launch.
         beside: memory that is no argument and that the computation was seen to write.
@@ -101,6 +102,7 @@ class Plan:
     draws: bool | None = None
     generators: list[torch.Generator] = dataclasses.field(default_factory=list)
     owner: Any = None
+    altered: list[str] = dataclasses.field(default_factory=list)
     frozen: bool = False
     beside: list[torch.Tensor] = dataclasses.field(default_factory=list)
     host: HostSide | None = None

@@ -124,3 +124,42 @@ def test_replay_of_a_sparse_argument() -> None:
     replay = ExactShapeReplay(lambda x: x.to_dense() * 2)
     x = torch.eye(3).to_sparse()
     assert_same(replay(x), x.to_dense() * 2, "output")
+
+
+def test_containers_among_the_arguments_are_the_callers_own() -> None:
+    def step(x: Tensor, kv: dict[str, Any]) -> Tensor:
+        kv["k"] = torch.cat([kv["k"], x])
+        kv["log"].append(len(kv["log"]))
+        return x * 2
+
+    replay = ExactShapeReplay(step)
+    kv: dict[str, Any] = {"k": torch.zeros(0), "log": []}
+    expected = copy.deepcopy(kv)
+    for _ in range(3):
+        x = noise(2)
+        assert_same(replay(x, kv), step(x, expected), "output")
+    assert_same(kv["k"], expected["k"], "the dict's tensor")
+    assert kv["log"] == [0, 1, 2]
+    assert replay.ledger.misses == {"mutates_argument": 3}
+    assert "args[1]['k']" in replay.refused[0].detail
+
+
+def test_a_container_that_is_replaced_by_an_equal_one() -> None:
+    def f(x: Tensor, *, box: dict[str, list[int]]) -> Tensor:
+        box["inner"] = [*box["inner"]]
+        return x * 2
+
+    replay, inner = ExactShapeReplay(f), [1]
+    box = {"inner": inner}
+    for _ in range(2):
+        replay(noise(2), box=box)
+        assert box["inner"] == [1] and box["inner"] is not inner
+    assert replay.ledger.misses == {"mutates_argument": 2}
+
+
+def test_containers_that_are_only_read_are_replayed() -> None:
+    replay = ExactShapeReplay(lambda x, parts: x * parts["a"][0] + parts["b"])
+    for i in range(3):
+        x, a, b = noise(2), noise(2), noise(2)
+        assert_same(replay(x, {"a": [a], "b": b}), x * a + b, f"output {i}")
+    assert replay.ledger.replays == 3
