@@ -19,7 +19,7 @@ import torch
 
 from cadence_fx.bytesops import bytes_equal
 from cadence_fx.certify import Outcome, Snapshot, run_reference
-from cadence_fx.outputs import OutputRule, derive_rules, unusual
+from cadence_fx.outputs import OutputRule, derive_rules, opaque, unusual
 from cadence_fx.plan import Miss, Plan
 from cadence_fx.writes import Stopped, WriteWatcher
 
@@ -75,6 +75,9 @@ def probe(
         effects = _verdict(plan, snapshot, watcher, device)
         if isinstance(effects, Miss):
             return effects
+        unmade = opaque(raw[:-1]) if plan.owner is not None else None  # its last one is the structure of the others
+        if unmade is not None:
+            return Miss("opaque_output", f"{plan.label}: {unmade}", lasting=True)
         strange = unusual(static_args, raw)
         if strange is not None:
             return Miss("aliased_output", f"{plan.label}: {strange}", lasting=True)

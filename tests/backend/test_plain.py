@@ -1,7 +1,9 @@
 """ExactShapeReplay around plain callables, of which nothing is known: what they write, return and are given."""
 
 import copy
-from collections.abc import Iterator
+import dataclasses
+import enum
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -162,4 +164,66 @@ def test_containers_that_are_only_read_are_replayed() -> None:
     for i in range(3):
         x, a, b = noise(2), noise(2), noise(2)
         assert_same(replay(x, {"a": [a], "b": b}), x * a + b, f"output {i}")
+    assert replay.ledger.replays == 3
+
+
+@dataclasses.dataclass
+class Pair:
+    y: Tensor
+    x: Tensor
+
+
+class Size(enum.Enum):
+    SMALL = 1
+
+
+RESULTS: list[Callable[[Tensor], Any]] = [
+    lambda x: Pair(x * 2, x).x,
+    lambda x: (x * 2, [None, 1.5, "a", Size.SMALL, x.shape, x.dtype]),
+]
+
+
+def in_object(x: Tensor) -> Pair:
+    return Pair(x * 2, x)
+
+
+def in_closure(x: Tensor) -> Callable[[], Tensor]:
+    return lambda: x
+
+
+def in_generator(x: Tensor) -> Iterator[Tensor]:
+    return iter([x])
+
+
+def in_set(x: Tensor) -> set[Tensor]:
+    return {x}
+
+
+READ: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = [
+    (in_object, lambda result: result.x),
+    (in_closure, lambda result: result()),
+    (in_generator, next),
+    (in_set, lambda result: result.pop()),
+]
+
+
+@pytest.mark.parametrize(("f", "read"), READ, ids=["object", "closure", "generator", "set"])
+def test_results_that_no_launch_can_make(f: Callable[[Tensor], Any], read: Callable[[Any], Tensor]) -> None:
+    replay = ExactShapeReplay(f)
+    inputs = [noise(2) for _ in range(3)]
+    for x, result in zip(inputs, [replay(x) for x in inputs], strict=True):
+        assert read(result) is x
+    assert replay.ledger.misses == {"opaque_output": 3}
+
+
+@pytest.mark.parametrize("f", RESULTS, ids=["a tensor out of an object", "constants"])
+def test_results_that_a_launch_can_make(f: Callable[[Tensor], Any]) -> None:
+    replay = ExactShapeReplay(f)
+    for _ in range(3):
+        x = noise(2)
+        result, expected = replay(x), f(x)
+        if isinstance(expected, tuple):
+            assert result[1] == expected[1]
+            result, expected = result[0], expected[0]
+        assert_same(result, expected, "output")
     assert replay.ledger.replays == 3
