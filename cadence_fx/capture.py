@@ -17,7 +17,7 @@ import torch
 
 from cadence_fx import certify
 from cadence_fx.culprit import find_culprit
-from cadence_fx.effects import Effects, Probed, probe
+from cadence_fx.effects import Effects, Probed, hands_over, probe
 from cadence_fx.layout import is_expanded, same_geometry_copy
 from cadence_fx.ledger import Ledger, log
 from cadence_fx.outputs import OutputRule
@@ -181,7 +181,8 @@ def _baseline(
         culprit = find_culprit(lambda: plan.reference(*static_args), snapshot.restore)
         what = f"{unstable} differs between two eager runs on the same input; {culprit or 'no operator was caught'}"
         return Miss("not_reproducible", f"{plan.label}: {what}", lasting=True)
-    return reference
+    handed = hands_over(plan, static_args, snapshot) if plan.owner is not None else None
+    return handed if handed is not None else reference
 
 
 def _record_certified(

@@ -6,10 +6,12 @@ import enum
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from cadence_fx._torch import tree_leaves
 from cadence_fx.replay import ExactShapeReplay
 from tests.harness import assert_same
 from tests.toys import B, C
@@ -36,11 +38,58 @@ def test_outputs_that_are_a_conjugate_or_a_part_of_an_input() -> None:
             assert_same(a.resolve_conj(), e.resolve_conj(), f"call {i}")
 
 
-def test_replay_of_a_number_computed_from_the_input() -> None:
-    replay = ExactShapeReplay(lambda x: (x * 2, float(x.sum())))
-    for _ in range(3):
-        x = noise(4)
-        assert replay(x)[1] == float(x.sum())
+def as_number(x: Tensor) -> tuple[Tensor, float]:
+    return x * 2, float(x.sum())
+
+
+def itself(x: Tensor) -> Tensor:
+    return x if x.sum() > 0 else x * 2
+
+
+def itself_by_list(x: Tensor) -> Tensor:
+    return x if x.tolist()[0] > 0 else x * 2
+
+
+def itself_by_numpy(x: Tensor) -> Tensor:
+    return x if x.numpy()[0] > 0 else x * 2
+
+
+def itself_by_array(x: Tensor) -> Tensor:
+    return x if np.asarray(x)[0] > 0 else x * 2
+
+
+def random_or_not(x: Tensor) -> Tensor:
+    return x + torch.rand(2) if x.sum() > 0 else x
+
+
+def written_or_not(x: Tensor) -> Tensor:
+    if x.sum() > 0:
+        x.add_(1)
+    return x * 2
+
+
+def one_or_two(x: Tensor) -> Any:
+    return (x + 1, x + 2) if x.sum() > 0 else x * 2
+
+
+@pytest.mark.parametrize(
+    "f",
+    [as_number, itself, itself_by_list, itself_by_numpy, itself_by_array, random_or_not, written_or_not, one_or_two],
+    ids=lambda f: f.__name__,
+)
+def test_what_is_done_may_follow_values_on_the_host_too(f: Callable[[Tensor], Any]) -> None:
+    replay = ExactShapeReplay(f)
+    for sign in (-1, 1, -1, 1):
+        given = [torch.full((2,), float(sign)) for _ in range(2)]
+        results = []
+        for x, function in zip(given, (replay.__call__, f), strict=True):
+            torch.manual_seed(0)
+            results.append(function(x))
+        assert (results[0] is given[0]) == (results[1] is given[1])
+        for found, expected in zip(tree_leaves(results[0]), tree_leaves(results[1]), strict=True):
+            assert_same(torch.as_tensor(found), torch.as_tensor(expected), f"sign {sign}")
+        assert_same(given[0], given[1], "the argument")
+    assert replay.ledger.misses == {"host_read": 4}
 
 
 def test_replay_of_a_write_that_changed_nothing_at_capture() -> None:
