@@ -89,17 +89,25 @@ def overlap(plan: Plan, written: frozenset[int], args: Sequence[Any], names: Seq
     for i in (*plan.staged, *(use.index for use in plan.regions if use.output is not None)):
         if args[i].numel():
             home = args[i].untyped_storage().data_ptr()
-            if home in written or (home in seen and {i, seen[home]} & mutated):
-                other = names[seen[home]] if home in seen else "something the code writes"
+            if (
+                home in written
+                or (i in mutated and home in plan.reached)
+                or (home in seen and {i, seen[home]} & mutated)
+            ):
+                other = names[seen[home]] if home in seen else "something the code reads or writes by itself"
                 return Miss("overlap", f"{names[i]} shares memory with {other}")
             seen[home] = i
     return None
 
 
 def _written_homes(plan: Plan, args: Sequence[Any]) -> frozenset[int]:
-    """What is written in place where it is; a staged argument is written in its copy."""
+    """What is written in place where it is, arguments or not; a staged argument is written in its copy."""
     indices = {*plan.written, *(use.index for use in plan.regions if use.output is None)} - set(plan.staged)
-    return frozenset(args[i].untyped_storage().data_ptr() for i in indices if args[i].numel())
+    return _homes([*(args[i] for i in indices), *plan.beside])
+
+
+def _homes(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
+    return frozenset(t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided and t.numel())
 
 
 def capture(
@@ -166,8 +174,9 @@ def _baseline(
 ) -> certify.Outcome | Miss:
     """What the class is compared with: a stock run that a second one repeats, generators included."""
     reference = probed.reference
-    if probed.copies:
+    if probed.copies or plan.beside:
         plan.mutated.extend(probed.copies)
+        plan.reached = _homes(snapshot.python.tensors if snapshot.python is not None else [])
         shared = overlap(plan, _written_homes(plan, static_args), args, names)
         if shared is not None:
             return shared

@@ -84,6 +84,7 @@ class Plan:
         frozen: the user vouches that nobody rebinds them between calls.
         host: what runs on the host before each launch.
         beside: memory that is no argument and that the computation was seen to write.
+        reached: storage addresses of the tensors that a plain callable finds by itself.
         compared: inputs on which the certificate has compared the class with eager; 0 before it.
         fingerprint: of the computation, with arguments by name: equal ones compute the same thing.
     """
@@ -105,6 +106,7 @@ class Plan:
     altered: list[str] = dataclasses.field(default_factory=list)
     frozen: bool = False
     beside: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    reached: frozenset[int] = frozenset()
     host: HostSide | None = None
 
     def predicted_bytes(self, args: Sequence[Any]) -> int:
