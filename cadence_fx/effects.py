@@ -20,7 +20,7 @@ import torch
 from cadence_fx.bytesops import bytes_equal
 from cadence_fx.certify import Outcome, Snapshot, run_reference
 from cadence_fx.outputs import OutputRule, derive_rules, opaque, unusual
-from cadence_fx.plan import Miss, Plan
+from cadence_fx.plan import NEEDS_GRAD, Miss, Plan
 from cadence_fx.writes import FunctionWatcher, Stopped, WriteWatcher
 
 PURE, DEVICE_RANDOM, REFUSED = "pure", "device-random", "refused"
@@ -75,6 +75,10 @@ def probe(
         effects = _verdict(plan, snapshot, watcher, device)
         if isinstance(effects, Miss):
             return effects
+        if any(
+            isinstance(out, torch.Tensor) and out.requires_grad for out in raw
+        ):  # of something that nobody has found
+            return NEEDS_GRAD
         unmade = opaque(raw[:-1]) if plan.owner is not None else None  # its last one is the structure of the others
         if unmade is not None:
             return Miss("opaque_output", f"{plan.label}: {unmade}", lasting=True)

@@ -34,6 +34,9 @@ class Miss:
 
 # Warm-up looks at how a call leaves its states; such a call is no traffic and is not counted.
 WATCHED = Miss("watched")
+NEEDS_GRAD = Miss(
+    "requires_grad", "something read requires grad and grad mode is on; serve under no_grad or inference_mode"
+)
 
 
 @dataclasses.dataclass(slots=True)

@@ -35,6 +35,10 @@ class Reached:
                 return f"the memory of {self._name(tensor)} is another than in the capture"
         return None
 
+    def needs_grad(self) -> bool:
+        """Whether any of the tensors requires grad now."""
+        return any(tensor.requires_grad for tensor in self._tensors)
+
     def _name(self, tensor: torch.Tensor) -> str:
         for module in self._state.modules:
             for name, value in (*module._parameters.items(), *module._buffers.items()):

@@ -19,7 +19,7 @@ from cadence_fx._torch import tree_flatten, tree_unflatten
 from cadence_fx.capture import ReplayClass
 from cadence_fx.ledger import Ledger
 from cadence_fx.locks import new_lock
-from cadence_fx.plan import Miss, Plan
+from cadence_fx.plan import NEEDS_GRAD, Miss, Plan
 from cadence_fx.python_state import Place, PythonState, held
 from cadence_fx.table import ReplayTable
 
@@ -83,7 +83,10 @@ class PlainPlanner:
         self._places: list[Place] = []
 
     def plan(self, args: Sequence[Any]) -> Plan | Miss:
-        self._places = PythonState(self._call.fn).generators
+        state = PythonState(self._call.fn)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in state.tensors):
+            return NEEDS_GRAD
+        self._places = state.generators
         shapes = ", ".join(str(list(args[i].shape)) for i in self._staged)
 
         def stock(*leaves: Any) -> list[Any]:

@@ -17,7 +17,7 @@ from cadence_fx.capture import ReplayClass, capture, overlap, unfit
 from cadence_fx.errors import CadenceError
 from cadence_fx.ledger import Ledger, log
 from cadence_fx.outputs import hand_out
-from cadence_fx.plan import WATCHED, Miss, Plan, Planner
+from cadence_fx.plan import NEEDS_GRAD, WATCHED, Miss, Plan, Planner
 from cadence_fx.recorder import give_back
 from cadence_fx.signature import Unkeyable, call_key
 from cadence_fx.switch import is_off
@@ -25,7 +25,6 @@ from cadence_fx.turns import turn_on
 
 # Invalidations by one argument after which a table stops capturing: it is unlikely to be the last.
 _RESTLESS = 3
-_NEEDS_GRAD = Miss("requires_grad", "an input requires grad and grad mode is on; serve under no_grad or inference_mode")
 
 
 class ReplayTable:
@@ -100,8 +99,10 @@ class ReplayTable:
             shared = overlap(entry.plan, entry.written, args, self.names)
             if shared is not None:
                 return self._miss(args, shared)
-        if torch.is_grad_enabled() and self._needs_grad(args):
-            return self._miss(args, _NEEDS_GRAD)
+        if torch.is_grad_enabled() and (
+            self._needs_grad(args) or (entry.reached is not None and entry.reached.needs_grad())
+        ):
+            return self._miss(args, NEEDS_GRAD)
         plan = entry.plan
         entering = [use for use in plan.regions if not use.carry.is_current(args[use.index])]
         for use in entering:
@@ -187,7 +188,7 @@ class ReplayTable:
         if refused is not None:
             return refused
         if torch.is_grad_enabled() and self._needs_grad(args):
-            return _NEEDS_GRAD
+            return NEEDS_GRAD
         if self.sealed:
             unknown = self.planner.unknown(args)
             if unknown is not None:

@@ -276,3 +276,44 @@ def test_results_that_a_launch_can_make(f: Callable[[Tensor], Any]) -> None:
             result, expected = result[0], expected[0]
         assert_same(result, expected, "output")
     assert replay.ledger.replays == 3
+
+
+class Hidden:
+    """Its tensor is in the closure of a function, where nobody looks."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._functions = (lambda x: x * weight,)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._functions[0](x)
+
+
+def doubled_by(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * weight
+
+
+@pytest.mark.parametrize("held", [doubled_by, Hidden], ids=["in a closure", "where nobody looks"])
+def test_a_tensor_that_requires_grad_and_is_no_argument(held: Callable[[Tensor], Any]) -> None:
+    weight = torch.full((3,), 2.0, requires_grad=True)
+    replay = ExactShapeReplay(held(weight))
+    with torch.enable_grad():
+        for x in (noise(3), noise(3)):
+            weight.grad = None
+            replay(x).sum().backward()
+            assert weight.grad is not None
+            assert_same(weight.grad, x, "the gradient")
+    assert replay.ledger.misses == {"requires_grad": 2}
+    for _ in range(2):
+        x = noise(3)
+        assert_same(replay(x), x * 2, "without grad mode")
+    assert replay.ledger.replays == 2
+
+
+def test_a_weight_that_requires_grad_only_after_the_capture() -> None:
+    module = nn.Linear(3, 3).requires_grad_(False)
+    replay = ExactShapeReplay(module)
+    with torch.enable_grad():
+        assert not replay(noise(2, 3)).requires_grad
+        module.bias.requires_grad_(True)
+        assert replay(noise(2, 3)).requires_grad
+    assert replay.ledger.replays == 1 and replay.ledger.misses == {"requires_grad": 1}
