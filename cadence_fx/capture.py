@@ -40,7 +40,6 @@ class ReplayClass:
         effects: the verdict under which it was admitted.
         returned: the states that leave the call as they came.
         reached: what a plain callable found in Python objects; None for a graph.
-        fragile: a launch can raise halfway (on the host), with a state already written in place.
         written: storage addresses of what the code writes in place and no call may bring under another name.
     """
 
@@ -53,7 +52,6 @@ class ReplayClass:
     staging_bytes: int
     copy_back: list[tuple[int, torch.Tensor]]
     written: frozenset[int]
-    fragile: bool
     effects: Effects
     returned: list[RegionUse]
     reached: Reached | None
@@ -145,7 +143,6 @@ def capture(
         staging_bytes=plan.predicted_bytes(args),
         copy_back=[(i, static_args[i]) for i in plan.mutated if i in staged],
         written=_written_homes(plan, static_args),
-        fragile=not recording.static_outputs and any(use.output is None for use in plan.regions),
         effects=probed.effects,
         returned=[use for use in plan.regions if use.returned],
         reached=Reached(snapshot.python, plan.frozen) if snapshot.python is not None else None,

@@ -6,9 +6,16 @@ it. When one of them is another, the class no longer is what the callable would 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from cadence_fx.python_state import PythonState
+
+
+def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where a tensor is, and how its bytes are read."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset()
 
 
 class Reached:
@@ -22,7 +29,7 @@ class Reached:
         self._state = state
         self._frozen = frozen
         self._tensors = [t for t in state.tensors if t.layout is torch.strided and t.device.type != "meta"]
-        self._addresses = [t.data_ptr() for t in self._tensors]
+        self._marks = list(map(_mark, self._tensors))
 
     def changed(self) -> str | None:
         """What is no longer as it was, in words: an attribute that was rebound, a tensor whose memory is another."""
@@ -30,8 +37,8 @@ class Reached:
             return None
         if not self._state.is_same():
             return f"{self._state.changes()[0]} is another than in the capture"
-        for tensor, address in zip(self._tensors, self._addresses, strict=True):
-            if tensor.data_ptr() != address:
+        for tensor, mark in zip(self._tensors, self._marks, strict=True):
+            if _mark(tensor) != mark:
                 return f"the memory of {self._name(tensor)} is another than in the capture"
         return None
 

@@ -317,3 +317,49 @@ def test_a_weight_that_requires_grad_only_after_the_capture() -> None:
         module.bias.requires_grad_(True)
         assert replay(noise(2, 3)).requires_grad
     assert replay.ledger.replays == 1 and replay.ledger.misses == {"requires_grad": 1}
+
+
+def test_a_callable_that_calls_its_own_replay() -> None:
+    def f(x: Tensor, depth: int) -> Tensor:
+        return call(x + 1, depth - 1) * 2 + x if depth else x
+
+    call: Callable[[Tensor, int], Tensor] = f
+    inputs = [noise(3) for _ in range(3)]
+    expected = [f(x, 2) for x in inputs]
+    call = replay = ExactShapeReplay(f)
+    for i, x in enumerate(inputs):
+        assert_same(replay(x, 2), expected[i], f"output {i}")
+    assert replay.ledger.replays == 3 and replay.ledger.misses == {"reentrant": 6}
+    assert_same(replay(inputs[0], 0), inputs[0], "a call of its own")
+    assert replay.ledger.replays == 4
+
+
+def test_a_replay_that_raises_leaves_what_eager_leaves() -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(4, 2)
+            self.calls = nn.Buffer(torch.zeros(1))
+
+        def forward(self, x: Tensor, index: Tensor) -> Tensor:
+            x.add_(1)
+            self.calls.add_(torch.rand(1))
+            return self.table(index) + x
+
+    eager = Looks()
+    module = copy.deepcopy(eager)
+    replay = ExactShapeReplay(module)
+    for last in (1, 9, 2):
+        results: list[Any] = []
+        for function in (replay.__call__, eager.forward):
+            torch.manual_seed(last)
+            x = torch.ones(2, 2)
+            try:
+                result = function(x, torch.tensor([0, last]))
+            except IndexError as error:
+                result = torch.tensor(len(str(error)))
+            results.append((result, x, torch.get_rng_state()))
+        for a, e in zip(*results, strict=True):
+            assert_same(a, e, f"index {last}")
+        assert_same(module.calls, eager.calls, f"the buffer, index {last}")
+    assert replay.ledger.replays == 2 and replay.ledger.misses == {"raised": 1}
