@@ -17,7 +17,7 @@ import torch
 
 from cadence_fx import certify
 from cadence_fx.culprit import find_culprit
-from cadence_fx.effects import Effects, Probed, probe
+from cadence_fx.effects import Effects, Probed, hands_over, probe
 from cadence_fx.layout import is_expanded, same_geometry_copy
 from cadence_fx.ledger import Ledger, log
 from cadence_fx.outputs import OutputRule
@@ -40,7 +40,6 @@ class ReplayClass:
         effects: the verdict under which it was admitted.
         returned: the states that leave the call as they came.
         reached: what a plain callable found in Python objects; None for a graph.
-        fragile: a launch can raise halfway (on the host), with a state already written in place.
         written: storage addresses of what the code writes in place and no call may bring under another name.
     """
 
@@ -53,7 +52,6 @@ class ReplayClass:
     staging_bytes: int
     copy_back: list[tuple[int, torch.Tensor]]
     written: frozenset[int]
-    fragile: bool
     effects: Effects
     returned: list[RegionUse]
     reached: Reached | None
@@ -91,17 +89,25 @@ def overlap(plan: Plan, written: frozenset[int], args: Sequence[Any], names: Seq
     for i in (*plan.staged, *(use.index for use in plan.regions if use.output is not None)):
         if args[i].numel():
             home = args[i].untyped_storage().data_ptr()
-            if home in written or (home in seen and {i, seen[home]} & mutated):
-                other = names[seen[home]] if home in seen else "something the code writes"
+            if (
+                home in written
+                or (i in mutated and home in plan.reached)
+                or (home in seen and {i, seen[home]} & mutated)
+            ):
+                other = names[seen[home]] if home in seen else "something the code reads or writes by itself"
                 return Miss("overlap", f"{names[i]} shares memory with {other}")
             seen[home] = i
     return None
 
 
 def _written_homes(plan: Plan, args: Sequence[Any]) -> frozenset[int]:
-    """What is written in place where it is; a staged argument is written in its copy."""
+    """What is written in place where it is, arguments or not; a staged argument is written in its copy."""
     indices = {*plan.written, *(use.index for use in plan.regions if use.output is None)} - set(plan.staged)
-    return frozenset(args[i].untyped_storage().data_ptr() for i in indices if args[i].numel())
+    return _homes([*(args[i] for i in indices), *plan.beside])
+
+
+def _homes(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
+    return frozenset(t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided and t.numel())
 
 
 def capture(
@@ -142,7 +148,6 @@ def capture(
         staging_bytes=plan.predicted_bytes(args),
         copy_back=[(i, static_args[i]) for i in plan.mutated if i in staged],
         written=_written_homes(plan, static_args),
-        fragile=not recording.static_outputs and any(use.output is None for use in plan.regions),
         effects=probed.effects,
         returned=[use for use in plan.regions if use.returned],
         reached=Reached(snapshot.python, plan.frozen) if snapshot.python is not None else None,
@@ -171,8 +176,9 @@ def _baseline(
 ) -> certify.Outcome | Miss:
     """What the class is compared with: a stock run that a second one repeats, generators included."""
     reference = probed.reference
-    if probed.copies:
+    if probed.copies or plan.beside:
         plan.mutated.extend(probed.copies)
+        plan.reached = _homes(snapshot.python.tensors if snapshot.python is not None else [])
         shared = overlap(plan, _written_homes(plan, static_args), args, names)
         if shared is not None:
             return shared
@@ -186,7 +192,8 @@ def _baseline(
         culprit = find_culprit(lambda: plan.reference(*static_args), snapshot.restore)
         what = f"{unstable} differs between two eager runs on the same input; {culprit or 'no operator was caught'}"
         return Miss("not_reproducible", f"{plan.label}: {what}", lasting=True)
-    return reference
+    handed = hands_over(plan, static_args, snapshot) if plan.owner is not None else None
+    return handed if handed is not None else reference
 
 
 def _record_certified(

@@ -19,9 +19,9 @@ import torch
 
 from cadence_fx.bytesops import bytes_equal
 from cadence_fx.certify import Outcome, Snapshot, run_reference
-from cadence_fx.outputs import OutputRule, derive_rules, unusual
-from cadence_fx.plan import Miss, Plan
-from cadence_fx.writes import Stopped, WriteWatcher
+from cadence_fx.outputs import OutputRule, derive_rules, opaque, unusual
+from cadence_fx.plan import NEEDS_GRAD, Miss, Plan
+from cadence_fx.writes import FunctionWatcher, Stopped, WriteWatcher
 
 PURE, DEVICE_RANDOM, REFUSED = "pure", "device-random", "refused"
 
@@ -75,6 +75,13 @@ def probe(
         effects = _verdict(plan, snapshot, watcher, device)
         if isinstance(effects, Miss):
             return effects
+        if any(
+            isinstance(out, torch.Tensor) and out.requires_grad for out in raw
+        ):  # of something that nobody has found
+            return NEEDS_GRAD
+        unmade = opaque(raw[:-1]) if plan.owner is not None else None  # its last one is the structure of the others
+        if unmade is not None:
+            return Miss("opaque_output", f"{plan.label}: {unmade}", lasting=True)
         strange = unusual(static_args, raw)
         if strange is not None:
             return Miss("aliased_output", f"{plan.label}: {strange}", lasting=True)
@@ -107,12 +114,16 @@ def _verdict(plan: Plan, snapshot: Snapshot, watcher: WriteWatcher | None, devic
     changes = snapshot.python.changes() if snapshot.python is not None else []
     if changes:
         return Miss("initialises", f"{plan.label}: the call rebinds {', '.join(changes[:4])}")
+    if plan.altered:
+        what = f"the call changes {', '.join(plan.altered[:4])}, a container that is the caller's"
+        return Miss("mutates_argument", f"{plan.label}: {what}", lasting=True)
     if watcher is not None:
-        if watcher.reads is not None and device.type != "cpu":
-            return Miss("host_read", f"{plan.label}: the host waits for the result of {watcher.reads}", lasting=True)
         if any(not snapshot.generators.knows(generator) for generator, _ in watcher.generators):
             what = "it draws from a generator that is neither an argument nor an attribute"
             return Miss("hidden_generator", f"{plan.label}: {what}", lasting=True)
+        # Also on the host: one run has told how results are made, and a plain callable may make them in another way.
+        if watcher.reads is not None and (plan.owner is not None or device.type != "cpu"):
+            return _reads(plan, watcher.reads)
     moved = snapshot.generators.moved()
     foreign = [source.name for source in moved if not source.is_of(device)]
     if foreign:
@@ -121,6 +132,22 @@ def _verdict(plan: Plan, snapshot: Snapshot, watcher: WriteWatcher | None, devic
         )
     names = tuple(source.name for source in moved)
     return Effects(DEVICE_RANDOM if names or plan.draws else PURE, names)
+
+
+def _reads(plan: Plan, what: str) -> Miss:
+    return Miss("host_read", f"{plan.label}: the host waits for the result of {what}", lasting=True)
+
+
+def hands_over(plan: Plan, static_args: Sequence[Any], snapshot: Snapshot) -> Miss | None:
+    """Whether the host gets at bytes without an operator. In a run of its own: code that is watched for functions takes
+    other paths."""
+    watcher = FunctionWatcher()
+    try:
+        with watcher:
+            plan.reference(*static_args)
+    finally:
+        snapshot.restore()
+    return _reads(plan, watcher.reads) if watcher.reads is not None else None
 
 
 def _beside(

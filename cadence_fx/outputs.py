@@ -8,14 +8,16 @@ eager's output does.
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from cadence_fx.layout import layout_of
 from cadence_fx.plan import Plan, RegionUse
-from cadence_fx.signature import is_plain
+from cadence_fx.signature import SCALARS, is_plain
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride, storage offset
 
@@ -85,6 +87,14 @@ def unusual(static_args: Sequence[Any], outputs: Sequence[Any]) -> str | None:
             base = homes.get(out.untyped_storage().data_ptr())
             if out.is_conj() or out.is_neg() or (base is not None and base.dtype != out.dtype):
                 return f"output {i} is a view of other memory as {out.dtype}"
+    return None
+
+
+def opaque(outputs: Sequence[Any]) -> str | None:
+    """A result that a launch cannot make anew, if there is one: an object that may hold tensors, or change."""
+    for i, out in enumerate(outputs):
+        if not isinstance(out, (torch.Tensor, torch.Size, np.generic, enum.Enum, *SCALARS)):
+            return f"result {i} is of type {type(out).__name__}"
     return None
 
 

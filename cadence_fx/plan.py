@@ -34,6 +34,9 @@ class Miss:
 
 # Warm-up looks at how a call leaves its states; such a call is no traffic and is not counted.
 WATCHED = Miss("watched")
+NEEDS_GRAD = Miss(
+    "requires_grad", "something read requires grad and grad mode is on; serve under no_grad or inference_mode"
+)
 
 
 @dataclasses.dataclass(slots=True)
@@ -80,9 +83,11 @@ class Plan:
             is known, and then every source of randomness is watched while it runs.
         generators: generators among the arguments.
         owner: the plain callable, whose objects may be rebound while it runs; None for a graph.
+        altered: what the last run of `reference` has rebound in containers that a plain callable was given, in words.
         frozen: the user vouches that nobody rebinds them between calls.
         host: what runs on the host before each launch.
         beside: memory that is no argument and that the computation was seen to write.
+        reached: storage addresses of the tensors that a plain callable finds by itself.
         compared: inputs on which the certificate has compared the class with eager; 0 before it.
         fingerprint: of the computation, with arguments by name: equal ones compute the same thing.
     """
@@ -101,8 +106,10 @@ class Plan:
     draws: bool | None = None
     generators: list[torch.Generator] = dataclasses.field(default_factory=list)
     owner: Any = None
+    altered: list[str] = dataclasses.field(default_factory=list)
     frozen: bool = False
     beside: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    reached: frozenset[int] = frozenset()
     host: HostSide | None = None
 
     def predicted_bytes(self, args: Sequence[Any]) -> int:

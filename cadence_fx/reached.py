@@ -19,9 +19,14 @@ class Reached:
     def __init__(self, state: PythonState, frozen: bool) -> None:
         self._state = state
         self._frozen = frozen
+        self._tensors = state.tensors
 
     def changed(self) -> str | None:
         """What is no longer as it was, in words: an attribute that was rebound, a tensor whose memory is another."""
         if self._frozen or self._state.is_same():
             return None
         return f"{self._state.changes()[0]} is another than in the capture"
+
+    def needs_grad(self) -> bool:
+        """Whether any of the tensors requires grad now."""
+        return any(tensor.requires_grad for tensor in self._tensors)

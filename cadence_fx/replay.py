@@ -19,32 +19,62 @@ from cadence_fx._torch import tree_flatten, tree_unflatten
 from cadence_fx.capture import ReplayClass
 from cadence_fx.ledger import Ledger
 from cadence_fx.locks import new_lock
-from cadence_fx.plan import Miss, Plan
+from cadence_fx.plan import NEEDS_GRAD, Miss, Plan
 from cadence_fx.python_state import Place, PythonState, held
 from cadence_fx.signature import fixed_key
 from cadence_fx.table import ReplayTable
+
+
+class FlatCall:
+    """A plain callable with flat arguments and results: the leaves of one structure of arguments.
+
+    The last result is the structure of the others: a class has one, whatever other classes return.
+    """
+
+    def __init__(self, fn: Callable[..., Any], spec: Any) -> None:
+        self.fn = fn
+        self._spec = spec
+
+    def __call__(self, *leaves: Any) -> list[Any]:
+        args, kwargs = tree_unflatten(list(leaves), self._spec)
+        outputs, structure = tree_flatten(self.fn(*args, **kwargs))
+        return [*outputs, structure]
+
+    def watched(self, leaves: Sequence[Any]) -> tuple[list[Any], list[str]]:
+        """The results, and what the callable has rebound in the containers that it was given, in words."""
+        given = tree_unflatten(list(leaves), self._spec)
+        before = PythonState(given)
+        outputs, structure = tree_flatten(self.fn(*given[0], **given[1]))
+        changes = [what.replace("self[0]", "args", 1).replace("self[1]", "kwargs", 1) for what in before.changes()]
+        return [*outputs, structure], changes
+
+
+class _Leaves(list[Any]):
+    """The leaves of one call's arguments, with the arguments that they were found in."""
+
+    def __init__(self, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__(leaves)
+        self.args = args
+        self.kwargs = kwargs
 
 
 class PlainPlanner:
     """Classes of a plain callable: no graph, no regions; what the callable does is recorded as it runs.
 
     Args:
-        owner: the user's own callable, of which `fn` is a flat form.
         fixed, staged, generators: indices of aliased tensors, of the other ones, and of generators.
     """
 
     def __init__(
         self,
-        fn: Callable[..., Sequence[Any]],
-        owner: Callable[..., Any],
+        call: FlatCall,
         fixed: list[int],
         staged: list[int],
         generators: list[int],
         name: str,
         frozen: bool,
     ) -> None:
-        self._fn = fn
-        self._owner = owner
+        self._call = call
         self._fixed = fixed
         self._staged = staged
         self._generators = generators
@@ -54,25 +84,33 @@ class PlainPlanner:
         self._places: list[Place] = []
 
     def plan(self, args: Sequence[Any]) -> Plan | Miss:
-        state = PythonState(self._owner)
+        state = PythonState(self._call.fn)
         if state.opaque:
             what = f"it reaches {', '.join(state.opaque[:4])}, which trying it would advance"
             return Miss("opaque_state", f"{self._name}: {what}", lasting=True)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in state.tensors):
+            return NEEDS_GRAD
         self._places = state.generators
         shapes = ", ".join(str(list(args[i].shape)) for i in self._staged)
+
+        def stock(*leaves: Any) -> list[Any]:
+            outputs, plan.altered = self._call.watched(leaves)
+            return outputs
+
         # Nothing is known of what the callable writes: every aliased tensor counts as written.
-        return Plan(
-            [("as written", self._fn)],
-            self._fn,
+        plan = Plan(
+            [("as written", self._call)],
+            stock,
             f"{self._name}({shapes})",
             self._fixed,
             self._staged,
             mutated=list(self._fixed),
             written=list(self._fixed),
             generators=[args[i] for i in self._generators],
-            owner=self._owner,
+            owner=self._call.fn,
             frozen=self._frozen,
         )
+        return plan
 
     def key_part(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Aliased tensors are bound by pointer; their geometry is part of the signature all the same. Generators count
@@ -89,8 +127,10 @@ class PlainPlanner:
     def admitted(self, plan: Plan, args: Sequence[Any], entry: ReplayClass) -> None:
         pass
 
-    def run_eager(self, args: Sequence[Any]) -> Any:
-        return self._fn(*args)
+    def run_eager(self, args: Sequence[Any]) -> list[Any]:
+        """The user's callable on the user's own objects; its result is one leaf, without a structure."""
+        assert isinstance(args, _Leaves)
+        return [self._call.fn(*args.args, **args.kwargs), None]
 
 
 class ExactShapeReplay:
@@ -137,22 +177,17 @@ class ExactShapeReplay:
         table = self._tables.get(key)
         if table is None:
             table = self._tables[key] = self._table(leaves, spec)
-        *outputs, structure = table(leaves)
-        return tree_unflatten(outputs, structure)
+        *outputs, structure = table(_Leaves(leaves, args, kwargs))
+        return outputs[0] if structure is None else tree_unflatten(outputs, structure)
 
     def _table(self, leaves: Sequence[Any], spec: Any) -> ReplayTable:
-        def flat_fn(*flat: Any) -> list[Any]:
-            args, kwargs = tree_unflatten(list(flat), spec)
-            outputs, structure = tree_flatten(self.fn(*args, **kwargs))
-            return [*outputs, structure]  # a class has one structure, whatever other classes return
-
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         fixed = [i for i in tensors if id(leaves[i]) in self._aliased]
         staged = [i for i in tensors if i not in fixed]
         generators = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Generator)]
         scalars = [i for i in range(len(leaves)) if i not in {*tensors, *generators}]
         device = _device([*(leaves[i] for i in (*tensors, *generators)), *PythonState(self.fn).tensors])
-        planner = PlainPlanner(flat_fn, self.fn, fixed, staged, generators, self.name, self._frozen)
+        planner = PlainPlanner(FlatCall(self.fn, spec), fixed, staged, generators, self.name, self._frozen)
         names = [f"leaf {i}" for i in range(len(leaves))]
         roles: tuple[list[int], ...] = ([], staged, scalars, fixed)
         return ReplayTable(planner, roles, names, device, self.ledger, self._max_classes, self._lock)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from cadence_fx._torch import ambient_names, ambient_state
 
 # Vectorised kernels look at most at this alignment, in bytes; the allocator gives every fresh tensor at least as much.
 ALIGNMENT = 16
-_SCALARS = (
+SCALARS = (
     bool,
     int,
     float,
@@ -85,7 +85,7 @@ def scalar_key(value: Any) -> tuple[Any, ...]:
     Raises:
         Unkeyable: not a plain scalar.
     """
-    if not isinstance(value, _SCALARS):
+    if not isinstance(value, SCALARS):
         raise Unkeyable(f"an argument of type {type(value).__name__}")
     return (type(value), repr(value) if isinstance(value, (float, complex)) else value)
 

@@ -17,7 +17,7 @@ from cadence_fx.capture import ReplayClass, capture, overlap, unfit
 from cadence_fx.errors import CadenceError
 from cadence_fx.ledger import Ledger, log
 from cadence_fx.outputs import hand_out
-from cadence_fx.plan import WATCHED, Miss, Plan, Planner
+from cadence_fx.plan import NEEDS_GRAD, WATCHED, Miss, Plan, Planner
 from cadence_fx.recorder import give_back
 from cadence_fx.signature import Unkeyable, call_key
 from cadence_fx.switch import is_off
@@ -25,7 +25,8 @@ from cadence_fx.turns import turn_on
 
 # Invalidations by one argument after which a table stops capturing: it is unlikely to be the last.
 _RESTLESS = 3
-_NEEDS_GRAD = Miss("requires_grad", "an input requires grad and grad mode is on; serve under no_grad or inference_mode")
+
+_REENTRANT = Miss("reentrant", "the code calls its own replay, whose buffers hold the outer call's data")
 
 
 class ReplayTable:
@@ -61,6 +62,7 @@ class ReplayTable:
         self.refused: dict[tuple[Any, ...], Miss] = {}
         self._begun: set[tuple[Any, ...]] = set()
         self.sealed = False
+        self._within: Miss | None = None  # what a call is that the code makes while it is captured or launched
         self._lock = lock
         self._turn = turn_on(device, lock)
         self._moves: dict[int, int] = {}
@@ -79,6 +81,8 @@ class ReplayTable:
     def _call(self, args: Sequence[Any]) -> Any:
         if is_off():
             return self._miss(args, Miss("disabled"))
+        if self._within is not None:
+            return self._miss(args, self._within)
         try:
             key = self._key(args)
         except Unkeyable as error:
@@ -100,8 +104,10 @@ class ReplayTable:
             shared = overlap(entry.plan, entry.written, args, self.names)
             if shared is not None:
                 return self._miss(args, shared)
-        if torch.is_grad_enabled() and self._needs_grad(args):
-            return self._miss(args, _NEEDS_GRAD)
+        if torch.is_grad_enabled() and (
+            self._needs_grad(args) or (entry.reached is not None and entry.reached.needs_grad())
+        ):
+            return self._miss(args, NEEDS_GRAD)
         plan = entry.plan
         entering = [use for use in plan.regions if not use.carry.is_current(args[use.index])]
         for use in entering:
@@ -117,12 +123,30 @@ class ReplayTable:
         for use in entry.returned:
             use.carry.release(args[use.index])
         copy_all(entry.buffers, [args[i] for i in plan.staged])
-        raw = entry.recording.launch() if not entry.fragile else _launch_or_restore(entry)
+        raw = entry.recording.launch() if entry.recording.static_outputs else self._launch_on_host(entry, args)
         for i, buffer in entry.copy_back:
             args[i].copy_(buffer)
         entry.replays += 1
         self.ledger.replays += 1
         return hand_out(entry.rules, raw, args, entry.recording.static_outputs)
+
+    def _launch_on_host(self, entry: ReplayClass, args: Sequence[Any]) -> Sequence[Any]:
+        """Launch what may call back, or raise halfway: then declared states that the code writes in place are as they
+        were, and other arguments are as far as eager would have left them."""
+        states = [use.carry.view(use.extent) for use in entry.plan.regions if use.output is None]
+        saved = [state.clone() for state in states]
+        self._within = _REENTRANT
+        try:
+            return entry.recording.launch()
+        except BaseException as error:
+            for state, before in zip(states, saved, strict=True):
+                state.copy_(before)
+            for i, buffer in entry.copy_back:
+                args[i].copy_(buffer)
+            self.ledger.miss("raised", f"{entry.plan.label}: {type(error).__name__}")
+            raise
+        finally:
+            self._within = None
 
     # -- everything else ----------------------------------------------------------------------------------------------
 
@@ -187,7 +211,7 @@ class ReplayTable:
         if refused is not None:
             return refused
         if torch.is_grad_enabled() and self._needs_grad(args):
-            return _NEEDS_GRAD
+            return NEEDS_GRAD
         if self.sealed:
             unknown = self.planner.unknown(args)
             if unknown is not None:
@@ -225,6 +249,7 @@ class ReplayTable:
 
     def _capture(self, key: tuple[Any, ...], plan: Plan, args: Sequence[Any]) -> ReplayClass | Miss:
         """Capture; whatever fails in it is a refusal of this class alone."""
+        self._within = WATCHED
         try:
             entry = capture(plan, args, self.names, self.device, self.ledger)
         except CadenceError:
@@ -232,6 +257,8 @@ class ReplayTable:
         except Exception as error:
             log.exception("%s: capture of %s failed", self.ledger.name, plan.label)
             entry = _failed(plan.label, error)
+        finally:
+            self._within = None
         if isinstance(entry, Miss) and entry.reason in ("capture_failed", "out_of_memory"):
             give_back(self.device)
         if isinstance(entry, Miss) and entry.reason == "initialises":
@@ -264,15 +291,3 @@ def _failed(label: str, error: BaseException) -> Miss:
 
 def _line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else ""
-
-
-def _launch_or_restore(entry: ReplayClass) -> Sequence[Any]:
-    """Launch; if an operator raises halfway, the states that the code writes in place are as they were."""
-    states = [use.carry.view(use.extent) for use in entry.plan.regions if use.output is None]
-    saved = [state.clone() for state in states]
-    try:
-        return entry.recording.launch()
-    except BaseException:
-        for state, before in zip(states, saved, strict=True):
-            state.copy_(before)
-        raise

@@ -9,9 +9,11 @@ Only operators are seen. A `print`, a file, a clock or a lock leaves no trace he
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from cadence_fx._torch import TorchDispatchMode, same_generator
 from cadence_fx.generators import Generators
@@ -23,6 +25,34 @@ class Stopped(BaseException):
 
     No `Exception`, so that code which catches those does not go on after it.
     """
+
+
+# What gives the host a tensor's bytes and is no operator. Only tensors on the host can be given away like this.
+_HANDS_OVER = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__}
+
+
+class FunctionWatcher(TorchFunctionMode):
+    """Watches for functions that hand a tensor's bytes to the host without an operator.
+
+    Attributes:
+        reads: the first of them; None when there was none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: str | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.reads is None and func in _HANDS_OVER:
+            self.reads = func.__name__
+        return func(*args, **(kwargs or {}))
+
+
+def _only_gathers(func: Any, args: Sequence[Any]) -> bool:
+    """Whether this is an indexing without masks: the shapes of the indices alone tell that of the result."""
+    if func is not torch.ops.aten.index.Tensor:
+        return False
+    return not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
 
 class WriteWatcher(TorchDispatchMode):
@@ -46,7 +76,7 @@ class WriteWatcher(TorchDispatchMode):
         kwargs = kwargs or {}
         if is_collective(func):
             raise Stopped(str(func))
-        if self.reads is None and reads_value(func):
+        if self.reads is None and reads_value(func) and not _only_gathers(func, args):
             self.reads = str(func)
         for i, argument in enumerate(func._schema.arguments):
             value = args[i] if i < len(args) else kwargs.get(argument.name)

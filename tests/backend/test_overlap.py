@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cadence_fx.replay import ExactShapeReplay
 from tests.harness import Pair, assert_same
@@ -59,6 +59,35 @@ def test_an_input_that_overlaps_what_is_written(written: str) -> None:
         x, y = ours[start : start + 16], theirs[start : start + 16]
         assert_same(replay(x, weight), f(y, twin), f"from {start}")
         assert_same(ours, theirs, f"the memory they share, from {start}")
+
+
+class Accumulates(nn.Module):
+    """Writes a buffer that it also reads, or the argument; which of them it says at the start."""
+
+    def __init__(self, written: str) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.arange(16.0))
+        self.written = written
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.total, Tensor)
+        (self.total[4:] if self.written == "buffer" else x).add_(1)
+        return x * 2 + self.total.sum()
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["after the capture", "first"])
+@pytest.mark.parametrize("written", ["buffer", "argument"])
+def test_an_input_that_overlaps_what_the_callable_has_by_itself(written: str, first: bool) -> None:
+    ours, theirs = Accumulates(written), Accumulates(written)
+    assert isinstance(ours.total, Tensor) and isinstance(theirs.total, Tensor)
+    replay = ExactShapeReplay(ours)
+    for i, shared in enumerate([first, not first, False, True]):
+        x = torch.randn(4)
+        x, y = (ours.total[8:12], theirs.total[8:12]) if shared else (x, x.clone())
+        assert_same(replay(x), theirs(y), f"output {i}")
+        assert_same(x, y, f"argument {i}")
+        assert_same(ours.total, theirs.total, f"buffer {i}")
+    assert replay.ledger.replays == 2 and replay.ledger.misses == {"overlap": 2}
 
 
 def test_an_input_that_is_a_part_of_the_state() -> None:

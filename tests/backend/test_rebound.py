@@ -197,3 +197,18 @@ def test_trying_a_class_moves_nothing_that_the_callable_keeps(name: str) -> None
         for _ in range(4):
             assert torch.equal(replay(torch.ones(2)), eager(torch.ones(2)))
     assert reason in replay.ledger.refusals and replay.ledger.replays == 0
+
+
+@pytest.mark.parametrize("change", [Tensor.t, lambda w: w.view(torch.int32), lambda w: w[:2, :2]])
+def test_another_geometry_at_the_same_address_is_seen(change: Callable[[Tensor], Tensor]) -> None:
+    weight = torch.randn(4, 4)
+    replay = ExactShapeReplay(lambda x: weight.sum(0).sum() + x)
+    replay(torch.ones(2))
+    (entry,) = replay.classes
+    assert entry.reached is not None and entry.reached.changed() is None
+    weight.data = change(weight)
+    assert entry.reached.changed() is not None
+    for _ in range(2):
+        x = torch.randn(2)
+        assert_same(replay(x), weight.sum(0).sum() + x, "output")
+    assert replay.ledger.invalidations == {"rebound": 1} and replay.ledger.replays == 2

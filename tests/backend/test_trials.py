@@ -140,12 +140,12 @@ def test_an_input_that_becomes_an_index_keeps_its_values_and_is_named() -> None:
 
 def test_inputs_on_which_eager_raises_compare_nothing() -> None:
     def f(x: Tensor) -> Tensor:
-        return x * 2 + 0 * torch.histc(x)[0]  # refuses infinities
+        return torch.histc(x, 8)  # has no bins for numbers without an end
 
     replay = ExactShapeReplay(f)
     for _ in range(2):
         x = torch.randn(30)
-        assert_same(replay(x), x * 2, "output")
+        assert_same(replay(x), f(x), "output")
     (entry,) = replay.classes
     assert entry.plan.compared == 2
     assert "not compared on inputs with extreme values: eager raises RuntimeError" in entry.plan.notes
