@@ -9,7 +9,6 @@ Only operators are seen. A `print`, a file, a clock or a lock leaves no trace he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from cadence_fx._torch import TorchDispatchMode, same_generator
 from cadence_fx.generators import Generators
-from cadence_fx.passes.effects import is_collective, reads_value
+from cadence_fx.passes.effects import is_collective, only_gathers, reads_value
 
 
 class Stopped(BaseException):
@@ -48,13 +47,6 @@ class FunctionWatcher(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _only_gathers(func: Any, args: Sequence[Any]) -> bool:
-    """Whether this is an indexing without masks: the shapes of the indices alone tell that of the result."""
-    if func is not torch.ops.aten.index.Tensor:
-        return False
-    return not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-
-
 class WriteWatcher(TorchDispatchMode):
     """Watches the operators that run while the mode is on.
 
@@ -76,7 +68,7 @@ class WriteWatcher(TorchDispatchMode):
         kwargs = kwargs or {}
         if is_collective(func):
             raise Stopped(str(func))
-        if self.reads is None and reads_value(func) and not _only_gathers(func, args):
+        if self.reads is None and reads_value(func) and not only_gathers(func, args):
             self.reads = str(func)
         for i, argument in enumerate(func._schema.arguments):
             value = args[i] if i < len(args) else kwargs.get(argument.name)

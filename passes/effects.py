@@ -7,6 +7,7 @@ generator, a dropout or the like among its arguments. What others' operators do 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.fx as fx
 from cadence_fx.passes.graphs import OpOverload, bound_args
 from cadence_fx.passes.movement import DROPOUTS
 
-__all__ = ["all_known", "draws", "is_collective", "keeps_own_randomness", "reads_value"]
+__all__ = ["all_known", "draws", "is_collective", "keeps_own_randomness", "only_gathers", "reads_value"]
 
 aten = torch.ops.aten
 _COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"}
@@ -35,6 +36,13 @@ def is_collective(target: Any) -> bool:
 def reads_value(target: Any) -> bool:
     """Whether the host needs a value of the arguments to go on: as a number, or as the size of a result."""
     return torch.Tag.data_dependent_output in target.tags or torch.Tag.dynamic_output_shape in target.tags
+
+
+def only_gathers(target: Any, args: Sequence[Any]) -> bool:
+    """Whether this call is an indexing without masks: the shapes of the indices alone tell that of the result."""
+    if target is not aten.index.Tensor:
+        return False
+    return not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
 
 def draws(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cadence_fx.passes.effects import all_known, draws, is_collective, keeps_own_randomness, reads_value
+from cadence_fx.passes.effects import all_known, draws, is_collective, keeps_own_randomness, only_gathers, reads_value
 from tests.passes.toolbox import trace
 
 X = torch.randn(2, 4)
@@ -106,3 +106,11 @@ def test_operators_of_others_are_not_known() -> None:
     graph = torch.fx.Graph()
     graph.call_function(torch.relu, (graph.placeholder("x"),))
     assert not all_known(graph)
+
+
+def test_indexing_reads_no_value_unless_with_a_mask() -> None:
+    aten = torch.ops.aten
+    x, index = torch.ones(3), torch.tensor([0, 2])
+    assert only_gathers(aten.index.Tensor, (x, [None, index]))
+    assert not only_gathers(aten.index.Tensor, (x, [None, index > 0]))
+    assert not only_gathers(aten.nonzero.default, (x,))
