@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from cadence_fx._torch import tree_flatten, tree_unflatten
+from cadence_fx._torch import WithoutFunctionModes, tree_flatten, tree_unflatten
 from cadence_fx.capture import ReplayClass
 from cadence_fx.ledger import Ledger
 from cadence_fx.locks import new_lock
@@ -43,9 +43,12 @@ class FlatCall:
     def watched(self, leaves: Sequence[Any]) -> tuple[list[Any], list[str]]:
         """The results, and what the callable has rebound in the containers that it was given, in words."""
         given = tree_unflatten(list(leaves), self._spec)
-        before = PythonState(given)
+        with WithoutFunctionModes():  # what is asked of tensors here is not what the callable asks
+            before = PythonState(given)
         outputs, structure = tree_flatten(self.fn(*given[0], **given[1]))
-        changes = [what.replace("self[0]", "args", 1).replace("self[1]", "kwargs", 1) for what in before.changes()]
+        with WithoutFunctionModes():
+            found = before.changes()
+        changes = [what.replace("self[0]", "args", 1).replace("self[1]", "kwargs", 1) for what in found]
         return [*outputs, structure], changes
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,18 +14,18 @@ from torch import Tensor
 import cadence_fx
 from cadence_fx import Clock, Contract, KeepLast
 from cadence_fx.replay import ExactShapeReplay
-from tests.harness import assert_same, compile_with
+from tests.harness import Ticks, assert_same, compile_with
 from tests.streams import kept
 from tests.toys import B, C, Toy
 
 HERE = __file__
-count = itertools.count()
+count = Ticks()
 
 
 @torch.library.custom_op("cadence_tests::unsteady", mutates_args=())
 def unsteady(x: Tensor) -> Tensor:
     """Like a kernel whose sums depend on the order in which threads arrive: other bytes each time."""
-    return x + 1 / (1 + next(count))
+    return x + 1 / (1 + count.next())
 
 
 @unsteady.register_fake
@@ -36,7 +35,7 @@ def _(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("cadence_tests::unsteady_", mutates_args=("x",))
 def unsteady_(x: Tensor) -> None:
-    x += 1 / (1 + next(count))
+    x += 1 / (1 + count.next())
 
 
 @unsteady_.register_fake
@@ -78,11 +77,11 @@ def in_place(x: Tensor) -> Tensor:
 
 def with_a_counter(x: Tensor) -> Tensor:
     y = torch.cos(x)
-    return y * next(count)  # at fault
+    return y * count.next()  # at fault
 
 
 def by_another_path(x: Tensor) -> Tensor:
-    return x.sin() if next(count) % 2 else x.cos()  # at fault
+    return x.sin() if count.next() % 2 else x.cos()  # at fault
 
 
 @pytest.mark.parametrize(

@@ -319,14 +319,27 @@ def test_a_weight_that_requires_grad_only_after_the_capture() -> None:
     assert replay.ledger.replays == 1 and replay.ledger.misses == {"requires_grad": 1}
 
 
-def test_a_callable_that_calls_its_own_replay() -> None:
-    def f(x: Tensor, depth: int) -> Tensor:
-        return call(x + 1, depth - 1) * 2 + x if depth else x
+_again: list[Callable[[Tensor, int], Tensor]] = []
 
-    call: Callable[[Tensor, int], Tensor] = f
+
+class Again:
+    """Calls what a global holds that only this method names, so that nobody finds it beforehand."""
+
+    def step(self, x: Tensor, depth: int) -> Tensor:
+        return _again[-1](x, depth)
+
+
+def test_a_callable_that_calls_its_own_replay() -> None:
+    again = Again()
+
+    def f(x: Tensor, depth: int) -> Tensor:
+        return again.step(x + 1, depth - 1) * 2 + x if depth else x
+
+    _again.append(f)
     inputs = [noise(3) for _ in range(3)]
     expected = [f(x, 2) for x in inputs]
-    call = replay = ExactShapeReplay(f)
+    replay = ExactShapeReplay(f)
+    _again.append(replay)
     for i, x in enumerate(inputs):
         assert_same(replay(x, 2), expected[i], f"output {i}")
     assert replay.ledger.replays == 3 and replay.ledger.misses == {"reentrant": 6}

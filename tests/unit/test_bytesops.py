@@ -100,6 +100,7 @@ def test_a_fingerprint_sees_signs(dtype: torch.dtype) -> None:
     assert fingerprint(torch.empty(0)) == 0
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_quantized_and_sparse_tensors_are_compared_by_what_they_consist_of() -> None:
     x = torch.eye(3)
     one, other = (torch.quantize_per_tensor(x, scale, 0, torch.qint8) for scale in (0.1, 0.2))
