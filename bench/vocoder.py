@@ -91,8 +91,11 @@ class Worker:
             "warmup_s": round(time.perf_counter() - start, 1), "capture_s": round(captures, 1), "classes": classes,
         }  # fmt: skip
 
-    def streams(self, first: int, count: int, chunks: int) -> Played:
-        """`count` streams of `chunks` calls; stream n has tokens and draws from seed n."""
+    def streams(self, first: int, count: int, chunks: int) -> list[Played]:
+        """`count` streams of `chunks` calls, played twice by eager; stream n has tokens and draws from seed n."""
+        return [self._played(first, count, chunks) for _ in range(2 if self.stream is None else 1)]
+
+    def _played(self, first: int, count: int, chunks: int) -> Played:
         played = []
         for number in range(first, first + count):
             self._reset()
@@ -220,19 +223,15 @@ def run(package: str, options: argparse.Namespace, sizes: vendor.Sizes) -> tuple
 
     warmed = every("warm")
     played = every("streams", 1, options.streams, options.chunks)
-    again = {v: remotes[v] for v in variants if v.side == "eager"}
-    for remote in again.values():
-        remote.ask("streams", 1, options.streams, options.chunks)
-    repeated = {variant: remote.answer() for variant, remote in again.items()}
     timed = every("times", options.repeats, together=False)
     counted = every("counters")
     for remote in remotes.values():
         remote.close()
     rows: dict[str, Any] = {}
     matched = {}
-    for eager in again:
+    for eager in (variant for variant in variants if variant.side == "eager"):
         ours = Variant(eager.package, eager.protocol, "cadence")
-        found = compared(played[eager], repeated[eager], played[ours])
+        found = compared(*played[eager], *played[ours])
         matched[f"{eager.package} {eager.protocol}"] = found
         answers = {v.side: {"times": timed[v], **counted[v], **warmed[v]} for v in (eager, ours)}
         rows.update(rows_of(eager.package, eager.protocol, answers, found))

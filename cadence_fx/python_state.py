@@ -181,8 +181,7 @@ class PythonState:
         modules: all modules found.
         tensors: all tensors found.
         generators: the places that hold a `torch.Generator`: (namespace, key, name).
-        opaque: names of what has a state of its own that cannot be saved: iterators, files, a nested
-            `ExactShapeReplay`.
+        opaque: names of what has a state of its own that cannot be saved: iterators, files.
     """
 
     def __init__(self, *roots: Any, moving: Callable[[torch.Tensor], bool] = lambda tensor: False) -> None:
@@ -258,6 +257,8 @@ class PythonState:
             self._class(value, depth)
         elif _is_array(value):
             self._array(value, name, depth)
+        elif type(value).__module__ == "cadence_fx.replay":  # tried by another, it only calls what it wraps
+            self._visit(value.fn, name + ".fn", depth + 1, root=True)
         elif _is_opaque(value):
             self.opaque.append(f"{name} ({type(value).__name__})")
         elif _is_plain_object(value):
@@ -390,10 +391,7 @@ def _is_foreign(module: str) -> bool:
 
 def _is_opaque(value: Any) -> bool:
     """Whether a use of an object changes what nobody outside it can save."""
-    kind = type(value)
-    if kind.__module__ == "cadence_fx.replay":
-        return True
-    return isinstance(value, Iterator) and _is_foreign(kind.__module__)
+    return isinstance(value, Iterator) and _is_foreign(type(value).__module__)
 
 
 def _is_array(value: Any) -> bool:

@@ -5,6 +5,7 @@ Every clause fails closed: a call that is not proved runs eager and is counted w
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -27,6 +28,15 @@ from cadence_fx.turns import turn_on
 _RESTLESS = 3
 
 _REENTRANT = Miss("reentrant", "the code calls its own replay, whose buffers hold the outer call's data")
+
+
+class _Trying(threading.local):
+    """Whether a class is being captured in this thread: calls that its code makes are stock, and nobody's traffic."""
+
+    on = False
+
+
+_trying = _Trying()
 
 
 class ReplayTable:
@@ -62,7 +72,7 @@ class ReplayTable:
         self.refused: dict[tuple[Any, ...], Miss] = {}
         self._begun: set[tuple[Any, ...]] = set()
         self.sealed = False
-        self._within: Miss | None = None  # what a call is that the code makes while it is captured or launched
+        self._within: Miss | None = None  # what a call is that the code makes while it is launched
         self._lock = lock
         self._turn = turn_on(device, lock)
         self._moves: dict[int, int] = {}
@@ -81,8 +91,8 @@ class ReplayTable:
     def _call(self, args: Sequence[Any]) -> Any:
         if is_off():
             return self._miss(args, Miss("disabled"))
-        if self._within is not None:
-            return self._miss(args, self._within)
+        if self._within is not None or _trying.on:
+            return self._miss(args, self._within or WATCHED)
         try:
             key = self._key(args)
         except Unkeyable as error:
@@ -249,7 +259,7 @@ class ReplayTable:
 
     def _capture(self, key: tuple[Any, ...], plan: Plan, args: Sequence[Any]) -> ReplayClass | Miss:
         """Capture; whatever fails in it is a refusal of this class alone."""
-        self._within = WATCHED
+        _trying.on = True
         try:
             entry = capture(plan, args, self.names, self.device, self.ledger)
         except CadenceError:
@@ -258,7 +268,7 @@ class ReplayTable:
             log.exception("%s: capture of %s failed", self.ledger.name, plan.label)
             entry = _failed(plan.label, error)
         finally:
-            self._within = None
+            _trying.on = False
         if isinstance(entry, Miss) and entry.reason in ("capture_failed", "out_of_memory"):
             give_back(self.device)
         if isinstance(entry, Miss) and entry.reason == "initialises":

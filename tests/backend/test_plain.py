@@ -376,3 +376,28 @@ def test_a_replay_that_raises_leaves_what_eager_leaves() -> None:
             assert_same(a, e, f"index {last}")
         assert_same(module.calls, eager.calls, f"the buffer, index {last}")
     assert replay.ledger.replays == 2 and replay.ledger.misses == {"raised": 1}
+
+
+def test_replays_within_a_replay() -> None:
+    """While the outer class is tried the inner ones run their code, uncounted; afterwards the host's recording calls
+    them."""
+    inner = ExactShapeReplay(lambda x: x.cos() * 3)
+    outer = ExactShapeReplay(lambda x: inner(x + 1) - x)
+    for i in range(4):
+        x = noise(3)
+        assert_same(outer(x), (x + 1).cos() * 3 - x, f"output {i}")
+    assert outer.ledger.replays == 4 and not outer.ledger.misses
+    assert inner.ledger.replays == 4 and not inner.ledger.misses
+
+
+def test_a_method_replaced_by_its_own_replay() -> None:
+    class Decoder(nn.Module):
+        def step(self, x: Tensor) -> Tensor:
+            return x.sin() * 2
+
+    module = Decoder()
+    module.step = replay = ExactShapeReplay(module.step)  # type: ignore[method-assign,assignment]
+    for i in range(3):
+        x = noise(3)
+        assert_same(module.step(x), x.sin() * 2, f"output {i}")
+    assert replay.ledger.replays == 3 and not replay.ledger.misses

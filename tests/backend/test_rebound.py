@@ -180,7 +180,7 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Tensor], str]] 
     "numpy array": (lambda: np.zeros(1), add_in_place, "mutates_state"),
     "data of a parameter": (lambda: nn.Parameter(torch.ones(1)), double_data, "mutates_state"),
     "iterator": (lambda: itertools.count(1), lambda kept, x: x * next(kept), "opaque_state"),
-    "nested replay": (lambda: ExactShapeReplay(Count().step), lambda kept, x: kept(x), "opaque_state"),
+    "nested replay": (lambda: ExactShapeReplay(Count().step), lambda kept, x: kept(x), "mutates_state"),
     "bit generator": (
         lambda: np.random.PCG64(1),
         lambda kept, x: x * float(np.random.Generator(kept).random()),
