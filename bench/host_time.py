@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import cadence_fx
-from bench.token2wav import environment
+from bench.remote import environment, verdict
 from cadence_fx.bytesops import bytes_equal
 from cadence_fx.lookup import program_of
 
@@ -153,7 +153,7 @@ def main() -> None:
             "eager_call_us",
         )  # fmt: skip
         figures = "".join(f"{row[key]:>11.1f}" for key in keys)
-        print(f"{name:<14}{figures}  {'equal ' if row['bytes_equal'] else 'DIFFER'}  {row['misses'] or 'none'}")
+        print(f"{name:<14}{figures}{verdict(row)}")
     path = options.out / f"host_time_{'_'.join(str(report['device']).lower().split())}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=2) + "\n")

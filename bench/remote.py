@@ -82,3 +82,8 @@ def environment(device: str) -> dict[str, str]:
         "commit": os.environ.get("CADENCE_COMMIT")
         or _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"),
     }
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """How a line about a variant ends: whether its bytes are eager's, and what it missed."""
+    return f"  {'equal ' if row['bytes_equal'] else 'DIFFER'}  {row['misses'] or 'none'}"

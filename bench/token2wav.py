@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from bench import vendor
-from bench.remote import Remote, environment
+from bench.remote import Remote, environment, verdict
 from bench.token2wav_variants import VARIANTS, Subject, chunks
 from cadence_fx.bytesops import as_integers
 
@@ -216,7 +216,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
             lines.append(f"{name:<16}  {row['error'][:110]}")
             continue
         figures = "".join(f"{row[column]:>17.2f}" for column in COLUMNS)
-        lines.append(f"{name:<16}{figures}  {'equal ' if row['bytes_equal'] else 'DIFFER'}  {row['misses'] or 'none'}")
+        lines.append(f"{name:<16}{figures}{verdict(row)}")
     return "\n".join(lines)
 
 

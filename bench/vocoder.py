@@ -34,7 +34,7 @@ import torch
 
 import cadence_fx
 from bench import vendor
-from bench.remote import Remote, environment
+from bench.remote import Remote, environment, verdict
 from cadence_fx.adapters.token2wav import Token2WavStream
 
 MIB = 2**20
@@ -242,7 +242,7 @@ def table(rows: dict[str, Any]) -> str:
     lines = [f"{'variant':<34}{'median ms':>11}{'p95 ms':>11}{'peak MiB':>11}  bytes   misses"]
     for name, row in rows.items():
         figures = f"{row['median_ms']:>11.2f}{row['p95_ms']:>11.2f}{row['peak_mib']:>11.1f}"
-        lines.append(f"{name:<34}{figures}  {'equal ' if row['bytes_equal'] else 'DIFFER'}  {row['misses'] or 'none'}")
+        lines.append(f"{name:<34}{figures}{verdict(row)}")
     return "\n".join(lines)
 
 

@@ -182,7 +182,7 @@ def _baseline(
         shared = overlap(plan, _written_homes(plan, static_args), args, names)
         if shared is not None:
             return shared
-    if probed.copies or plan.beside:  # the probe's outcome does not hold what it found to be written
+        # The probe's outcome does not hold what it found to be written.
         _, reference = certify.run_reference(plan, static_args, snapshot)
         snapshot.restore()
     _, again = certify.run_reference(plan, static_args, snapshot)

@@ -27,7 +27,7 @@ from cadence_fx.generators import Source, is_numpy, of_numpy, of_python, of_torc
 _DEEPEST = 8  # containers and objects below a module or a root
 _WIDEST = 512  # elements of a container that are themselves looked into
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
-_TABLES = ("_parameters", "_buffers", "_modules")
+TABLES = ("_parameters", "_buffers", "_modules")
 _FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "cadence_fx", "__builtin__"} - {"__main__"}
 
 
@@ -300,8 +300,8 @@ class PythonState:
         self.modules.append(module)
         self._classes.append((module, type(module), name))
         self._class(type(module), 0)
-        self._dict(vars(module), name + ".{}", name + ".{}", 0, skip=_TABLES)
-        for table in _TABLES:
+        self._dict(vars(module), name + ".{}", name + ".{}", 0, skip=TABLES)
+        for table in TABLES:
             self._dict(vars(module)[table], name + ".{}", name + ".{}", 0)
 
     def _dict(self, values: dict[Any, Any], spell: str, child: str, depth: int, skip: tuple[str, ...] = ()) -> None:

@@ -75,7 +75,7 @@ class ReplayTable:
         self._within: Miss | None = None  # what a call is that the code makes while it is launched
         self._lock = lock
         self._turn = turn_on(device, lock)
-        self._moves: dict[int, int] = {}
+        self._moves: Counter[int] = Counter()
         self._rebindings: Counter[str] = Counter()
         self._tensors = sorted([*self.regions, *self.staged, *self.fixed])
 
@@ -179,7 +179,7 @@ class ReplayTable:
         """
         moved = next(i for i in entry.plan.fixed if args[i].data_ptr() != entry.pointers[i])
         name = self.names[moved]
-        self._moves[moved] = self._moves.get(moved, 0) + 1
+        self._moves[moved] += 1
         for key in [key for key, each in self.classes.items() if each.pointers[moved] != args[moved].data_ptr()]:
             self.ledger.invalidate("address", f"{name} moved")
             self.drop(key)

@@ -20,14 +20,12 @@ from cadence_fx.contract import Region
 from cadence_fx.errors import StaleState, WeightsWritten
 from cadence_fx.generators import Generators, all_sources
 from cadence_fx.program import Program, same_value
-from cadence_fx.python_state import PythonState
+from cadence_fx.python_state import TABLES, PythonState
 
 # Name of a module, the module, its attributes, its buffers.
 Attributes = list[tuple[str, torch.nn.Module, dict[str, Any], dict[str, Any]]]
 
 KEPT = 256 << 20  # bytes of parameters
-
-_PLUMBING = ("_parameters", "_modules", "_buffers")
 
 
 class Untouched:
@@ -90,14 +88,14 @@ class Untouched:
     def attributes(self) -> Attributes:
         """Every module with its name, its own attributes and its buffers, as they are now."""
         return [
-            (name, module, {k: _shallow(v) for k, v in vars(module).items() if k not in _PLUMBING}, {**module._buffers})
+            (name, module, {k: _shallow(v) for k, v in vars(module).items() if k not in TABLES}, {**module._buffers})
             for name, module in (self._module.named_modules() if self._module is not None else ())
         ]
 
     def changed(self, before: Attributes) -> bool:
         """Whether calls since have put anything else in the place of an attribute that is no declared state."""
         return any(
-            key not in _PLUMBING and not same_value(old.get(key), new.get(key)) and not self._is_state(name, key)
+            key not in TABLES and not same_value(old.get(key), new.get(key)) and not self._is_state(name, key)
             for name, module, plain, buffers in before
             for old, new in ((plain, vars(module)), (buffers, module._buffers))
             for key in old.keys() | new.keys()
@@ -111,7 +109,7 @@ class Untouched:
     def put_back(self, attributes: Attributes) -> None:
         """Undo what has been put in the place of attributes and buffers since."""
         for _, module, plain, buffers in attributes:
-            for key in [k for k in vars(module) if k not in plain and k not in _PLUMBING]:
+            for key in [k for k in vars(module) if k not in plain and k not in TABLES]:
                 del vars(module)[key]
             now = vars(module)
             now.update({key: value for key, value in plain.items() if not same_value(now.get(key), value)})

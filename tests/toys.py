@@ -25,6 +25,18 @@ class Toy(nn.Module):
         return torch.tanh(weights @ frames)
 
 
+class DoubleAttention(nn.Module):
+    """Attention over a cache of the last six frames, in double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = nn.Linear(C, C, dtype=torch.float64)
+
+    def attend(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        frames = torch.cat([cache, self.key(x)], 1)
+        return torch.softmax(x @ frames.transpose(1, 2), -1) @ frames, frames[:, -6:]
+
+
 class AppendLast(Toy):
     def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
         raw = torch.cat([cache, self.key(x)], 1)

@@ -13,20 +13,12 @@ import cadence_fx
 from cadence_fx.errors import CadenceError, NotServed
 from tests.backend.test_host_side import CONTRACT, Play
 from tests.harness import compile_with, counts
+from tests.toys import C, DoubleAttention
 
-C = 8
 MODES = [torch.no_grad, torch.inference_mode]
 
 
-class Base(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.key = nn.Linear(C, C, dtype=torch.float64)
-
-    def attend(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
-        frames = torch.cat([cache, self.key(x)], 1)
-        return torch.softmax(x @ frames.transpose(1, 2), -1) @ frames, frames[:, -6:]
-
+class Base(DoubleAttention):
     def state(self) -> dict[str, object]:
         """Numbers that calls leave on the module."""
         return {k: v for k, v in vars(self).items() if isinstance(v, int) and not k.startswith("_")}

@@ -25,8 +25,8 @@ from cadence_fx.passes import (
 from cadence_fx.residents import COMPARED, Watch
 from cadence_fx.retention import KeepLast
 from tests.harness import assert_same, compile_with, counts
+from tests.toys import C, DoubleAttention
 
-C = 8
 CONTRACT = Contract(
     [Clock("frame", 2)],
     [Region("cache", argument="cache", result=1, axis=1, clock="frame", start=2, retention=KeepLast(6))],
@@ -54,18 +54,6 @@ def _device(monkeypatch: pytest.MonkeyPatch) -> None:
         VerifyCapturable(lambda source, target: source.dtype != torch.int64 and crosses(source, target)),
     ]
     monkeypatch.setattr(cadence_fx.graph, "default_passes", lambda: passes)
-
-
-class Base(nn.Module):
-    """Attention over a cache, in double precision; what the modules here do with host tensors comes before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.key = nn.Linear(C, C, dtype=torch.float64)
-
-    def attend(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
-        frames = torch.cat([cache, self.key(x)], 1)
-        return torch.softmax(x @ frames.transpose(1, 2), -1) @ frames, frames[:, -6:]
 
 
 class Play:
@@ -116,7 +104,7 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers()), **plain}
 
 
-class Vocoder(Base):
+class Vocoder(DoubleAttention):
     """A window that is a plain attribute on the host, moved in both transforms of every call."""
 
     def __init__(self) -> None:
@@ -187,7 +175,7 @@ def test_window_that_comes_to_fail_the_check(mode: type) -> None:
         assert play.missed() == {"host_read": 2}
 
 
-class BufferWindow(Base):
+class BufferWindow(DoubleAttention):
     """The window is a buffer where the transform runs."""
 
     def __init__(self) -> None:
@@ -219,7 +207,7 @@ def test_window_that_fails_from_the_start() -> None:
         cadence_fx.warm_up(compile_with(module, CONTRACT), Play.noise(), Play.noise())
 
 
-class Scaled(Base):
+class Scaled(DoubleAttention):
     """A 0-d tensor on the host: kernels on a device take it by value."""
 
     def __init__(self) -> None:
@@ -243,7 +231,7 @@ def test_number_by_value() -> None:
     assert play.missed() == {"host_value": 3}
 
 
-class Counting(Base):
+class Counting(DoubleAttention):
     """A counter on the host that only counts, and leaves with the results."""
 
     def __init__(self) -> None:
@@ -263,7 +251,7 @@ def test_counter_on_the_host_counts() -> None:
     assert int(play.module.steps) == 7 and play.missed() == {} and play.late() == 0
 
 
-class Position(Base):
+class Position(DoubleAttention):
     """A counter on the host that says where a table is read; the table is on the device."""
 
     def __init__(self) -> None:
@@ -285,7 +273,7 @@ def test_counter_on_the_host_reads_a_table() -> None:
     assert play.missed() == {} and play.late() == 0
 
 
-class Argument(Base):
+class Argument(DoubleAttention):
     """An argument that the caller keeps on the host."""
 
     def forward(self, x: Tensor, cache: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -300,7 +288,7 @@ def test_argument_on_the_host() -> None:
     assert play.missed() == {}
 
 
-class Big(Base):
+class Big(DoubleAttention):
     """More than is compared in every call."""
 
     def __init__(self) -> None:
