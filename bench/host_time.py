@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import cadence_fx
-from bench.remote import environment, verdict
+from bench.remote import environment, machine, verdict
 from cadence_fx.bytesops import bytes_equal
 from cadence_fx.lookup import program_of
 
@@ -141,8 +141,9 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(options.device)
     rows: dict[str, Any] = {}
-    for layers in (2, 200):
-        rows |= measure(layers, options.repeats, device)
+    with machine(alone=True):
+        for layers in (2, 200):
+            rows |= measure(layers, options.repeats, device)
     protocol = "host clock, device idle before each call; engine = call without Dynamo, both without the launch"
     report = {"bench": "host_time", **environment(options.device), "protocol": protocol, "variants": rows}
     heads = ("engine us", "whole us", "trusted us", "launch us", "one op us", "eager us")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -64,6 +66,17 @@ class Remote:
         with contextlib.suppress(OSError):
             self._connection.send(None)
         self._process.join(timeout=30)
+
+
+@contextlib.contextmanager
+def machine(*, alone: bool) -> Iterator[None]:
+    """Benchmarks started side by side share the machine while they warm up and compare, and time one at a time.
+
+    Nothing is timed (`alone=True`) while another benchmark does anything but wait for its own turn to.
+    """
+    with open(os.path.join(tempfile.gettempdir(), "cadence-bench.lock"), "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
 
 
 def _output(*command: str) -> str:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from bench import vendor
-from bench.remote import Remote, environment, verdict
+from bench.remote import Remote, environment, machine, verdict
 from bench.token2wav_variants import VARIANTS, Subject, chunks
 from cadence_fx.bytesops import as_integers
 
@@ -259,11 +259,13 @@ def main() -> None:
         path.write_text(json.dumps(report, indent=2) + "\n")
 
     session = Session(names, settings)
-    session.warm()
-    for turn in range(1, settings.turns + 1):
-        session.turn(turn)
-        write(session)  # whatever stops a long run leaves the turns before it
-    report["vocoder_ms"] = round(session.finish(), 3)
+    with machine(alone=False):
+        session.warm()
+    with machine(alone=True):
+        for turn in range(1, settings.turns + 1):
+            session.turn(turn)
+            write(session)  # whatever stops a long run leaves the turns before it
+        report["vocoder_ms"] = round(session.finish(), 3)
     write(session)
     print(table(report["variants"]), f"ratios: {report['ratios']}", f"written: {path}", sep="\n")
 

@@ -34,7 +34,7 @@ import torch
 
 import cadence_fx
 from bench import vendor
-from bench.remote import Remote, environment, verdict
+from bench.remote import Remote, environment, machine, verdict
 from cadence_fx.adapters.token2wav import Token2WavStream
 
 MIB = 2**20
@@ -221,9 +221,11 @@ def run(package: str, options: argparse.Namespace, sizes: vendor.Sizes) -> tuple
             print(f"{time.perf_counter() - began:6.0f} s  {method} {variant}: done", file=sys.stderr, flush=True)
         return answers
 
-    warmed = every("warm")
-    played = every("streams", 1, options.streams, options.chunks)
-    timed = every("times", options.repeats, together=False)
+    with machine(alone=False):
+        warmed = every("warm")
+        played = every("streams", 1, options.streams, options.chunks)
+    with machine(alone=True):
+        timed = every("times", options.repeats, together=False)
     counted = every("counters")
     for remote in remotes.values():
         remote.close()
