@@ -124,17 +124,16 @@ def capture(
         reference = _baseline(plan, static_args, args, names, snapshot, probed)
         if isinstance(reference, Miss):
             return reference
-        problem = plan.host.bind(static_args, plan.label) if plan.host is not None else None
-        snapshot.restore()
-        if problem is not None:
-            return problem
         trials = Trials(plan, static_args, names, snapshot)
         if trials.strays is not None:
             what = f"it looks at memory around the elements of {trials.strays} (as_strided), which a copy does not have"
             return Miss("layout", f"{plan.label}: {what}", lasting=True)
         recording = _record_certified(plan, static_args, reference, trials, snapshot, device, ledger)
+        if isinstance(recording, Miss):
+            return recording
     finally:
         snapshot.restore()
+    plan.ways = ()  # they hold the graph
     if recording is None:
         return Miss("certificate", "; ".join(plan.notes) or plan.label, lasting=True)
     staged = set(plan.staged)
@@ -204,14 +203,20 @@ def _record_certified(
     snapshot: certify.Snapshot,
     device: torch.device,
     ledger: Ledger,
-) -> Recording | None:
+) -> Recording | Miss | None:
     """The first way to run the class whose bytes are the stock computation's; the others are noted and closed."""
     everything = [*static_args, *destinations(plan)]
     generators = snapshot.generators.of(device)
-    for name, run in plan.runs:
-        recording = record(lambda run=run: run(*everything), device, generators)  # type: ignore[misc]
-        if plan.host is not None:
-            recording = HostedRecording(recording, plan.host)
+    for way in plan.ways:
+        plan.host = way.host
+        if way.host is not None:
+            refused = way.host.bind(static_args, plan.label)
+            snapshot.restore()
+            if refused is not None:
+                return refused
+        recording = record(lambda run=way.run: run(*everything), device, generators)  # type: ignore[misc]
+        if way.host is not None:
+            recording = HostedRecording(recording, way.host)
         try:
             snapshot.restore()
             outcome = certify.run_recording(plan, static_args, recording, snapshot)
@@ -225,10 +230,10 @@ def _record_certified(
             recording.close()
             raise
         if problem is None:
-            plan.notes.append(f"admitted: {name}")
+            plan.notes += [*way.notes, f"admitted: {way.name}"]
             return recording
         recording.close()
-        plan.notes.append(f"{name} dropped: {problem}")
+        plan.notes.append(f"{way.name} dropped: {problem}")
         log.warning("%s: %s", ledger.name, plan.notes[-1])
     return None
 

@@ -306,7 +306,7 @@ class PassFailed(CadenceError):
         super().__init__(
             f"the pass {name!r} failed: {type(cause).__name__}: {cause}. "
             f"Passes that had run before it: {', '.join(self.before) or 'none'}. "
-            "The class is captured without any rewrite."
+            "The class is captured without it, or, where it is needed, without any rewrite."
         )
 
 

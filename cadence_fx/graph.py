@@ -14,21 +14,21 @@ from cadence_fx._torch import CompileSite, ambient_state, example_shape, example
 from cadence_fx.admission import Admission
 from cadence_fx.binding import Binding, Instance, scalar_outputs
 from cadence_fx.catalog import CatalogEntry
-from cadence_fx.errors import CadenceError, NotCapturable, PassFailed, RetentionMismatch
+from cadence_fx.errors import CadenceError, NotCapturable, RetentionMismatch
 from cadence_fx.layout import Layout, in_layout, is_channels_last, layout_of
 from cadence_fx.ledger import log
 from cadence_fx.pairing import Pairing, extents
-from cadence_fx.passes import PassContext, RegionSlot, SplitHost, default_passes, run_passes
+from cadence_fx.passes import RegionSlot, select_passes
 from cadence_fx.passes.effects import all_known, draws
 from cadence_fx.passes.graphs import GraphFacts, output_node
 from cadence_fx.passes.graphs import location as _location
 from cadence_fx.passes.layout import give_layout, reads_layout
 from cadence_fx.passes.provenance import Contradicted, Proved, prove_retentions
 from cadence_fx.plan import WATCHED, Miss, Plan, RegionUse
-from cadence_fx.residents import HostSide
 from cadence_fx.retention import Span
 from cadence_fx.signature import compare, is_lazy, region_key, scalar_key, tensor_key
 from cadence_fx.twins import fingerprint, in_terms_of
+from cadence_fx.ways import Subject, ways
 
 if TYPE_CHECKING:
     from cadence_fx.capture import ReplayClass
@@ -222,7 +222,7 @@ class GraphPlanner:
         fixed = binding.indices("fixed")
         # A declared state that this graph neither returns nor writes is an argument like any other.
         staged = [*binding.indices("staged"), *sorted({i.index for i in binding.instances} - {u.index for u in uses})]
-        context = PassContext(tuple(slots), frozenset(placeholders[i].name for i in fixed))
+        passes = select_passes(program.passes)
         own = {use.index: use for use in uses}
         reference = self._layouts(args)
 
@@ -232,7 +232,7 @@ class GraphPlanner:
             )
 
         plan = Plan(
-            runs=[],
+            ways=ways(Subject(aten, slots, uses, fixed, staged), passes, program.ledger.name),
             reference=stock,
             label=str(point),
             fixed=fixed,
@@ -241,26 +241,10 @@ class GraphPlanner:
             written=sorted(written & {*fixed, *staged}),
             regions=uses,
             fingerprint=fingerprint(aten.graph, self.names),
+            draws=any(map(draws, aten.graph.nodes)) if all_known(aten.graph) else None,
             notes=self._prove(aten, slots),
         )
         plan.notes.extend(f"{self.names[i]} is read in the layout {layout}" for i, layout in layouts.items())
-        passes = default_passes()
-        # What has left the graph for the host by then has left it for good, also where the states are not rewritten.
-        split = [pass_.name for pass_ in passes].index(SplitHost.name) + 1
-        prepared = aten
-        try:
-            prepared = run_passes(aten, context, passes[:split])
-            rewritten = run_passes(prepared, context, passes[split:], [pass_.name for pass_ in passes[:split]])
-            plan.runs.append(("rewritten in place", rewritten.forward))
-            plan.draws = any(map(draws, aten.graph.nodes)) if all_known(aten.graph) else None
-        except PassFailed as error:
-            log.warning("%s: %s", program.ledger.name, error)
-            plan.notes.append(str(error))
-        plan.runs.append(("state copied back", _written_back(prepared.forward, uses)))
-        if prepared is not aten and (context.host is not None or context.premises):
-            positions = {node.name: i for i, node in enumerate(placeholders)}
-            plan.host = HostSide(context.host, context.premises, positions, staged)
-        plan.notes.extend(context.notes)
         return plan
 
     def _regions(
@@ -412,26 +396,6 @@ def _evaluator(expr: sympy.Expr, binding: Binding) -> Callable[[Sequence[Any]], 
         return lambda args: int(compute(*(args[i] for i in indices)))
     # Floor divisions and remainders are PyTorch's own sympy functions, which evaluate themselves.
     return lambda args: int(expr.subs({s: sympy.Integer(args[i]) for s, i in zip(symbols, indices, strict=True)}))
-
-
-def _written_back(forward: Callable[..., Sequence[Any]], uses: list[RegionUse]) -> Callable[..., list[Any]]:
-    """The unrewritten graph with each new state copied into its carry at the end: right for any spelling, one copy
-    slower."""
-    receiving = [use.output for use in uses if use.output is not None]
-
-    def run(*everything: Any) -> list[Any]:
-        split = len(everything) - len(receiving)
-        args, homes = everything[:split], everything[split:]
-        outputs = list(forward(*args))
-        for i, out in enumerate(outputs):
-            if isinstance(out, torch.Tensor) and any(use.carry.owns(out) for use in uses):
-                outputs[i] = out.clone()
-        for output, home in zip(receiving, homes, strict=True):
-            home.copy_(outputs[output])
-            outputs[output] = home
-        return outputs
-
-    return run
 
 
 def _is_empty(aten: fx.GraphModule, slot: RegionSlot) -> bool:

@@ -8,7 +8,7 @@ eager, and why.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -64,14 +64,29 @@ class RegionUse:
 
 
 @dataclasses.dataclass(slots=True)
+class Way:
+    """One way to run a class.
+
+    Attributes:
+        run: called with the static arguments followed by the destination view of each region that has an output, in
+            order of `Plan.regions`; returns the flat outputs. A region's output is written to its destination.
+        host: what runs on the host before each launch.
+        notes: what was done and what was refused on the way here.
+    """
+
+    name: str
+    run: Callable[..., Sequence[Any]]
+    host: HostSide | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(slots=True)
 class Plan:
     """One class before it is recorded.
 
     Attributes:
-        runs: ways to run the class, best first: (name, callable). Each is called with the static arguments followed
-        by the
-            destination view of each region that has an output, in order of `regions`; returns the flat outputs. A
-            region's output is written to its destination. The first one that passes the certificate is admitted.
+        ways: to run the class, best first; made when they are asked for. The first one that passes the certificate is
+            admitted.
         reference: the stock computation on the same arguments (without destinations), for the certificate.
         label: names the class in reports: clocks and extents.
         fixed: indices of arguments bound by pointer.
@@ -85,14 +100,14 @@ class Plan:
         owner: the plain callable, whose objects may be rebound while it runs; None for a graph.
         altered: what the last run of `reference` has rebound in containers that a plain callable was given, in words.
         frozen: the user vouches that nobody rebinds them between calls.
-        host: what runs on the host before each launch.
+        host: what runs on the host before each launch of the way that is tried or admitted.
         beside: memory that is no argument and that the computation was seen to write.
         reached: storage addresses of the tensors that a plain callable finds by itself.
         compared: inputs on which the certificate has compared the class with eager; 0 before it.
         fingerprint: of the computation, with arguments by name: equal ones compute the same thing.
     """
 
-    runs: list[tuple[str, Callable[..., Sequence[Any]]]]
+    ways: Iterable[Way]
     reference: Callable[..., Sequence[Any]]
     label: str
     fixed: list[int]
@@ -140,5 +155,5 @@ class Planner(Protocol):
 
 
 def destinations(plan: Plan) -> list[torch.Tensor]:
-    """The destination views, in the order `Plan.run` takes them."""
+    """The destination views, in the order `Way.run` takes them."""
     return [use.carry.view(use.next_extent) for use in plan.regions if use.output is not None]

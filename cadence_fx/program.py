@@ -26,14 +26,14 @@ from cadence_fx.errors import ContractError, UnknownArgument, WrongModule, unkno
 from cadence_fx.graph import GraphPlanner
 from cadence_fx.ledger import Ledger
 from cadence_fx.locks import new_lock
-from cadence_fx.passes import stage_reads
+from cadence_fx.passes import Choice, select_passes, stage_reads
 from cadence_fx.paths import Origin
 from cadence_fx.plan import Miss
 from cadence_fx.recorder import DevicePool
 from cadence_fx.storage import Carry
 from cadence_fx.table import ReplayTable
 
-_OPTIONS = ("contract",)
+_OPTIONS = ("contract", "passes")
 
 CarryKey = tuple[str, paths.Path, tuple[int, ...], torch.dtype, torch.device, bool]
 
@@ -43,6 +43,7 @@ class Program:
 
     Attributes:
         contract: what was declared, or None: then every call runs eager.
+        passes: which passes its classes are rewritten by; None for the default ones.
         catalog: every reachable call; empty without a contract.
         graphs: one (planner, table) per Dynamo graph.
         carries: storage of the region instances.
@@ -60,8 +61,9 @@ class Program:
 
     _all: weakref.WeakSet[Program] = weakref.WeakSet()
 
-    def __init__(self, contract: Contract | None, name: str) -> None:
+    def __init__(self, contract: Contract | None, name: str, passes: Choice = None) -> None:
         self.contract = contract
+        self.passes = passes
         self.name = name
         self.catalog = contract.catalog() if contract is not None else Catalog(())
         self.ledger = Ledger(name)
@@ -88,7 +90,7 @@ class Program:
         """The program of the `torch.compile` call at `site`, made on its first graph.
 
         Raises:
-            ContractError: an unknown option, or a contract of another type.
+            ContractError: an unknown option, a contract of another type, or passes that do not exist.
         """
         existing = owner_of(site.wrapper)
         if existing is not None and not existing.closed:
@@ -101,7 +103,13 @@ class Program:
         name = (contract.name if contract is not None else None) or (
             type(site.module).__name__ if site.module is not None else "function"
         )
-        program = cls(contract, name)
+        passes = user_options(options).get("passes")
+        try:
+            select_passes(passes)
+            passes = passes if passes is None or isinstance(passes, Mapping) else tuple(passes)
+        except (TypeError, ValueError) as error:
+            raise ContractError(f"options: passes: {error}", field="passes") from error
+        program = cls(contract, name, passes)
         if site.wrapper is not None:
             own(site.wrapper, program)
         return program
@@ -226,7 +234,7 @@ class Program:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         """A copied compiled callable starts afresh: classes are bound to the original's memory."""
-        return Program(self.contract, self.name)
+        return Program(self.contract, self.name, self.passes)
 
     # -- life ---------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from cadence_fx.passes.base import HostPart, Pass, PassContext, PassResult, Premise, RegionSlot
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
-from cadence_fx.passes.pipeline import default_passes, register_pass, run_passes
+from cadence_fx.passes.pipeline import Choice, default_passes, is_needed, register_pass, run_passes, select_passes
 from cadence_fx.passes.provenance import (
     Contradicted,
     Proved,
@@ -18,6 +18,7 @@ from cadence_fx.passes.stage_reads import stage_reads
 from cadence_fx.passes.verify_capturable import VerifyCapturable
 
 __all__ = [
+    "Choice",
     "Contradicted",
     "FoldHostConstants",
     "HoistHostReads",
@@ -34,9 +35,11 @@ __all__ = [
     "Verdict",
     "VerifyCapturable",
     "default_passes",
+    "is_needed",
     "prove_retention",
     "prove_retentions",
     "register_pass",
     "run_passes",
+    "select_passes",
     "stage_reads",
 ]

@@ -8,11 +8,11 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch.fx as fx
 
-from cadence_fx.errors import CadenceError, PassFailed
+from cadence_fx.errors import CadenceError, PassFailed, unknown_name
 from cadence_fx.passes.base import Pass, PassContext
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
@@ -20,7 +20,10 @@ from cadence_fx.passes.reinplace_retention import ReinplaceRetention
 from cadence_fx.passes.split_host import SplitHost
 from cadence_fx.passes.verify_capturable import VerifyCapturable
 
-__all__ = ["default_passes", "register_pass", "run_passes"]
+__all__ = ["Choice", "default_passes", "is_needed", "register_pass", "run_passes", "select_passes"]
+
+# Which passes run: None for the default ones, names for exactly those, or a mapping that turns some on and some off.
+Choice = Mapping[str, bool] | Iterable[str] | None
 
 log = logging.getLogger("cadence_fx.passes")
 _registered: list[Pass] = []
@@ -33,14 +36,19 @@ def register_pass(pass_: Pass) -> Pass:
     """
     if not isinstance(pass_, Pass) or not callable(pass_):
         raise TypeError(f"a pass has a name and is called as pass_(gm, ctx); {pass_!r} is not one")
-    if pass_.name in {known.name for known in default_passes()}:
+    if pass_.name in {known.name for known in _all()}:
         raise ValueError(f"a pass named {pass_.name!r} is already registered; choose another name")
     _registered.append(pass_)
     return pass_
 
 
-def default_passes() -> list[Pass]:
-    """The passes of every class, in the order in which they run."""
+# Without these a class is not in the form that is recorded; the others can be left out, one by one.
+_NEEDED = {kind.name for kind in (HoistHostReads, FoldHostConstants, SplitHost, ReinplaceRetention, VerifyCapturable)}
+_OPTIONAL: frozenset[str] = frozenset()  # left out unless they are asked for
+
+
+def _all() -> list[Pass]:
+    """Every pass, in the order in which they run."""
     return [
         *_registered,  # additions see the graph as it was traced, before any write on a carry exists
         HoistHostReads(),  # before constants are folded: what it opens reads some
@@ -49,6 +57,48 @@ def default_passes() -> list[Pass]:
         ReinplaceRetention(),  # after whatever changes how a state is computed; its writes must stay at the end
         VerifyCapturable(),  # last: it judges the graph that will be recorded
     ]
+
+
+def default_passes() -> list[Pass]:
+    """The passes of every class for which nothing else is chosen, in the order in which they run."""
+    return [pass_ for pass_ in _all() if pass_.name not in _OPTIONAL]
+
+
+def is_needed(pass_: Pass) -> bool:
+    """Whether a class cannot be recorded without the pass. Others can be left out, and are where they fail."""
+    return pass_.name in _NEEDED
+
+
+def select_passes(choice: Choice = None) -> list[Pass]:
+    """The passes of a choice, in the order in which they run; the needed ones are always among them.
+
+    Args:
+        choice: None for the default ones; names for exactly those (an empty list replays the kernels as they are); a
+            mapping from names to whether they run, the others as by default.
+
+    Raises:
+        TypeError: not a choice.
+        ValueError: no pass has such a name, or one is left out that is needed.
+    """
+    if isinstance(choice, str) or not isinstance(choice, (Mapping, Iterable, type(None))):
+        raise TypeError(f"expected a list of names, or a dict of name: bool, found {choice!r}")
+    known = _all()
+    names = [pass_.name for pass_ in known]
+    wanted = {name: name not in _OPTIONAL for name in names}
+    if isinstance(choice, Mapping):
+        given = dict(choice)
+    else:
+        given = dict.fromkeys(choice or (), True)
+        wanted = wanted if choice is None else dict.fromkeys(names, False)
+    for name, on in given.items():
+        if name not in wanted:
+            raise ValueError(unknown_name("pass", name, names))
+        if not isinstance(on, bool):
+            raise TypeError(f"{name!r} is True or False, found {on!r}")
+        if not on and name in _NEEDED:
+            raise ValueError(f"{name!r} cannot be left out: it brings a class into the form that is recorded")
+    wanted |= given
+    return [pass_ for pass_ in known if wanted[pass_.name] or pass_.name in _NEEDED]
 
 
 def run_passes(
@@ -75,6 +125,7 @@ def run_passes(
             result = pass_(gm, ctx)
             gm = result.graph_module
             if result.modified:
+                ctx.modified.append(pass_.name)
                 gm.graph.lint()
                 gm.recompile()
             if (ensures := getattr(pass_, "ensures", None)) is not None:

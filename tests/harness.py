@@ -22,8 +22,8 @@ TURNS = (23, 17, 25)  # calls in each turn; the last of a turn is a flush where 
 MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
 
-def compile_with(target: Any, contract: Contract) -> Callable[..., Any]:
-    options: dict[str, Any] = {"contract": contract}
+def compile_with(target: Any, contract: Contract, passes: Any = None) -> Callable[..., Any]:
+    options: dict[str, Any] = {"contract": contract, "passes": passes}
     return torch.compile(target, backend=BACKEND, options=options)
 
 
@@ -56,11 +56,18 @@ def counts(step: Callable[..., Any]) -> dict[str, Any]:
 class Pair:
     """An eager and a compiled run of one stream, fed the same inputs and compared after every call."""
 
-    def __init__(self, stream: Stream, device: str = "cpu", contract: Contract | None = None, warm: bool = True):
+    def __init__(
+        self,
+        stream: Stream,
+        device: str = "cpu",
+        contract: Contract | None = None,
+        warm: bool = True,
+        passes: Any = None,
+    ):
         module = stream.build(device)
         self.stream = stream
         self.eager = Run(stream, copy.deepcopy(module), device=device)
-        self.step = compile_with(module, contract or stream.contract)
+        self.step = compile_with(module, contract or stream.contract, passes)
         self.live = Run(stream, module, self.step, device)
         self.kept: list[tuple[Tensor, Tensor]] = []
         self.addresses: dict[str, set[int]] = {}

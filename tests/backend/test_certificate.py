@@ -12,9 +12,10 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 import cadence_fx
 import cadence_fx.graph
-from cadence_fx.errors import AuditMismatch
+from cadence_fx import ways
+from cadence_fx.errors import AuditMismatch, ContractError
 from cadence_fx.lookup import program_of
-from cadence_fx.passes import PassContext, default_passes
+from cadence_fx.passes import PassContext, default_passes, pipeline
 from tests.harness import Pair, Ticks
 from tests.streams import BY_NAME
 
@@ -27,7 +28,8 @@ def _serving() -> None:
 class Rounded:
     """A tempting pass: the same value up to rounding. softmax(x) becomes softmax(x + 1): equal on paper."""
 
-    name = "rounded"
+    def __init__(self, name: str = "rounded") -> None:
+        self.name = name
 
     def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
         changed = False
@@ -41,6 +43,14 @@ class Rounded:
         return PassResult(gm, changed)
 
 
+class Harmless:
+    name = "harmless"
+
+    def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+        ctx.notes.append("harmless was here")
+        return PassResult(gm, True)
+
+
 class Exploding:
     name = "exploding"
 
@@ -49,7 +59,7 @@ class Exploding:
 
 
 def with_pass(pass_: Any, monkeypatch: pytest.MonkeyPatch) -> Pair:
-    monkeypatch.setattr(cadence_fx.graph, "default_passes", lambda: [*default_passes(), pass_])
+    monkeypatch.setattr(cadence_fx.graph, "select_passes", lambda choice: [*default_passes(), pass_])
     return Pair(BY_NAME["AppendLast"])
 
 
@@ -57,14 +67,59 @@ def notes(pair: Pair) -> list[str]:
     return [note for row in cadence_fx.report(pair.step)["class_table"] for note in row["notes"]]
 
 
-def test_a_pass_that_changes_bytes_is_dropped_and_the_class_served_unrewritten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_changes_bytes_is_dropped_and_the_class_served_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = with_pass(Rounded(), monkeypatch)
     for _ in range(8):
         pair.call()
     assert pair.missed() == Counter()
     assert any(note.startswith("rewritten in place dropped: ") and "differs from eager" in note for note in notes(pair))
-    assert "admitted: state copied back" in notes(pair)
+    assert "admitted: rewritten in place without rounded" in notes(pair)
     assert len({a for seen in pair.addresses.values() for a in seen}) == 1
+
+
+def test_of_several_passes_the_one_at_fault_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "_registered", [Harmless(), Rounded(), Exploding()])
+    pair = Pair(BY_NAME["AppendLast"])
+    for _ in range(8):
+        pair.call()
+    found = notes(pair)
+    assert pair.missed() == Counter()
+    assert any("'exploding' failed" in note for note in found)
+    assert "harmless was here" in found
+    assert found.count("admitted: rewritten in place without rounded") == 4
+
+
+def test_where_two_passes_are_wrong_neither_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "_registered", [Rounded(), Rounded("again")])
+    pair = Pair(BY_NAME["AppendLast"])
+    for _ in range(8):
+        pair.call()
+    assert pair.missed() == Counter()
+    assert notes(pair).count("admitted: rewritten in place without rounded, again") == 4
+
+
+def test_passes_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "_registered", [Harmless(), Rounded()])
+    for choice, admitted in (
+        ({"rounded": False}, "admitted: rewritten in place"),
+        (["harmless"], "admitted: rewritten in place"),
+        ([], "admitted: rewritten in place"),
+        (None, "admitted: rewritten in place without rounded"),
+    ):
+        pair = Pair(BY_NAME["AppendLast"], passes=choice)
+        for _ in range(4):
+            pair.call()
+        assert notes(pair).count(admitted) == 4
+        assert ("harmless was here" in notes(pair)) == (choice != [])
+
+
+@pytest.mark.parametrize(
+    "choice", [{"roundet": True}, ["roundet"], "rounded", {"split_host": False}, {"rounded": 1}, 3]
+)
+def test_a_choice_that_cannot_be_is_refused(choice: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "_registered", [Rounded()])
+    with pytest.raises(ContractError, match="options: passes: "):
+        Pair(BY_NAME["AppendLast"], passes=choice).call()
 
 
 def test_a_pass_that_raises_is_named_and_the_class_served_unrewritten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +141,8 @@ def test_a_class_whose_every_form_differs_is_refused(monkeypatch: pytest.MonkeyP
 
         return run
 
-    monkeypatch.setattr(cadence_fx.graph, "_written_back", wrong)
+    monkeypatch.setattr(ways, "written_back", wrong)
+    monkeypatch.setattr(ways, "is_needed", lambda pass_: True)
     pair = with_pass(Rounded(), monkeypatch)
     for _ in range(8):
         pair.call()

@@ -53,7 +53,7 @@ class Gated(Toy):
 
 
 def notes_with(pass_: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(cadence_fx.graph, "default_passes", lambda: [*default_passes(), pass_])
+    monkeypatch.setattr(cadence_fx.graph, "select_passes", lambda choice: [*default_passes(), pass_])
     contract = Contract((Clock("frames", 2),), (kept("cache", 1, 2, KeepLast(6)),))
     step = compile_with(Gated(), contract)
     cadence_fx.warm_up(step, torch.randn(B, 2, C), torch.zeros(B, 2, C))

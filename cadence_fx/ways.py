@@ -1,0 +1,137 @@
+"""The ways to run one class, best first: rewritten by every pass, by all but one, by none but the needed ones, and with
+the new states copied back.
+
+A way that fails its certificate is dropped, and the next one is made and tried: so one pass that changes a byte costs
+what it saves, and nothing else. A pass that raises is left out from the start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import fx
+
+from cadence_fx.errors import NotCapturable, PassFailed
+from cadence_fx.ledger import log
+from cadence_fx.passes import Pass, PassContext, RegionSlot, SplitHost, is_needed, run_passes
+from cadence_fx.plan import RegionUse, Way
+from cadence_fx.residents import HostSide
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Subject:
+    """The static graph of one class, and what is known of its arguments.
+
+    Attributes:
+        slots: the states, as passes see them; `uses`, as the engine does.
+        fixed, staged: indices of the arguments bound by pointer, and of those copied in on each call.
+    """
+
+    aten: fx.GraphModule
+    slots: Sequence[RegionSlot]
+    uses: Sequence[RegionUse]
+    fixed: Sequence[int]
+    staged: Sequence[int]
+
+    def context(self) -> PassContext:
+        placeholders = self.aten.graph.find_nodes(op="placeholder")
+        return PassContext(tuple(self.slots), frozenset(placeholders[i].name for i in self.fixed))
+
+    def host(self, context: PassContext) -> HostSide | None:
+        if context.host is None and not context.premises:
+            return None
+        positions = {node.name: i for i, node in enumerate(self.aten.graph.find_nodes(op="placeholder"))}
+        return HostSide(context.host, context.premises, positions, self.staged)
+
+
+def ways(subject: Subject, passes: Sequence[Pass], name: str) -> Iterator[Way]:
+    """The ways, each made when it is asked for, the first one at once.
+
+    Args:
+        name: of the program, for the log.
+
+    Raises:
+        NotCapturable: no way to run the graph can be recorded.
+    """
+    notes: list[str] = []
+    first = _rewritten(subject, passes, "rewritten in place", name, notes)
+    if first is None:
+        return iter([_copied_back(subject, passes, notes)])
+    way, changing = first
+    return chain([way], _others(subject, passes, changing, name))
+
+
+def _others(subject: Subject, passes: Sequence[Pass], changing: Sequence[str], name: str) -> Iterator[Way]:
+    left_out: list[tuple[str, tuple[str, ...]]] = [(each, (each,)) for each in reversed(changing)]
+    if len(changing) > 1:
+        left_out.append((", ".join(changing), tuple(changing)))
+    for text, names in left_out:
+        kept = [pass_ for pass_ in passes if pass_.name not in names]
+        try:
+            other = _rewritten(subject, kept, f"rewritten in place without {text}", name, [])
+        except NotCapturable:
+            continue
+        if other is not None:
+            yield other[0]
+    yield _copied_back(subject, passes, [])
+
+
+def _rewritten(
+    subject: Subject, passes: Sequence[Pass], text: str, name: str, notes: list[str]
+) -> tuple[Way, list[str]] | None:
+    """The graph rewritten by these passes, and which of those that can be left out have changed it. A pass that can be
+    left out and raises is; None when another one raises. `notes` tells which have."""
+    passes = list(passes)
+    while True:
+        context = subject.context()
+        try:
+            gm = run_passes(subject.aten, context, passes)
+        except PassFailed as error:
+            log.warning("%s: %s", name, error)
+            notes.append(str(error))
+            failed = next(pass_ for pass_ in passes if pass_.name == error.name)
+            if is_needed(failed):
+                return None
+            passes.remove(failed)
+            continue
+        optional = {pass_.name for pass_ in passes if not is_needed(pass_)}
+        way = Way(text, gm.forward, subject.host(context), [*notes, *context.notes])
+        return way, [each for each in context.modified if each in optional]
+
+
+def _copied_back(subject: Subject, passes: Sequence[Pass], notes: list[str]) -> Way:
+    """The graph as it is, and the new states copied into their carries: right for any spelling, one copy slower. What
+    leaves the graph for the host has to leave it here too."""
+    needed = [pass_ for pass_ in passes if is_needed(pass_)]
+    split = [pass_.name for pass_ in needed].index(SplitHost.name) + 1
+    context = subject.context()
+    try:
+        forward = run_passes(subject.aten, context, needed[:split]).forward
+    except PassFailed:
+        context, forward = subject.context(), subject.aten.forward
+    return Way(
+        "state copied back", written_back(forward, subject.uses), subject.host(context), [*notes, *context.notes]
+    )
+
+
+def written_back(forward: Callable[..., Sequence[Any]], uses: Sequence[RegionUse]) -> Callable[..., list[Any]]:
+    """A run of the unrewritten graph with each new state copied into its carry at the end."""
+    receiving = [use.output for use in uses if use.output is not None]
+
+    def run(*everything: Any) -> list[Any]:
+        split = len(everything) - len(receiving)
+        args, homes = everything[:split], everything[split:]
+        outputs = list(forward(*args))
+        for i, out in enumerate(outputs):
+            if isinstance(out, torch.Tensor) and any(use.carry.owns(out) for use in uses):
+                outputs[i] = out.clone()
+        for output, home in zip(receiving, homes, strict=True):
+            home.copy_(outputs[output])
+            outputs[output] = home
+        return outputs
+
+    return run
