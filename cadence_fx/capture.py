@@ -21,10 +21,11 @@ from cadence_fx.effects import Effects, Probed, hands_over, probe
 from cadence_fx.layout import is_expanded, same_geometry_copy
 from cadence_fx.ledger import Ledger, log
 from cadence_fx.outputs import OutputRule
-from cadence_fx.plan import Miss, Plan, RegionUse, destinations
+from cadence_fx.passes import EditContext
+from cadence_fx.plan import Miss, Plan, RegionUse, Way, destinations
 from cadence_fx.reached import Reached
-from cadence_fx.recorder import Recording, record
-from cadence_fx.residents import HostedRecording
+from cadence_fx.recorder import EditFailed, Recording, record
+from cadence_fx.residents import HostedRecording, RefreshedRecording
 from cadence_fx.signature import ALIGNMENT, is_lazy, is_plain
 from cadence_fx.trials import Trials
 
@@ -214,7 +215,15 @@ def _record_certified(
             snapshot.restore()
             if refused is not None:
                 return refused
-        recording = record(lambda run=way.run: run(*everything), device, generators)  # type: ignore[misc]
+        edited = EditContext([static_args[i] for i in plan.fixed if i not in plan.written], device)
+        try:
+            recording = record(lambda run=way.run: run(*everything), device, generators, way.edits, edited)  # type: ignore[misc]
+        except EditFailed as error:
+            snapshot.restore()
+            _dropped(plan, way, str(error), ledger)
+            continue
+        if edited.refreshes:
+            recording = RefreshedRecording(recording, edited.refreshes)
         if way.host is not None:
             recording = HostedRecording(recording, way.host)
         try:
@@ -230,12 +239,16 @@ def _record_certified(
             recording.close()
             raise
         if problem is None:
-            plan.notes += [*way.notes, f"admitted: {way.name}"]
+            plan.notes += [*way.notes, *edited.notes, f"admitted: {way.name}"]
             return recording
         recording.close()
-        plan.notes.append(f"{way.name} dropped: {problem}")
-        log.warning("%s: %s", ledger.name, plan.notes[-1])
+        _dropped(plan, way, problem, ledger)
     return None
+
+
+def _dropped(plan: Plan, way: Way, problem: str, ledger: Ledger) -> None:
+    plan.notes.append(f"{way.name} dropped: {problem}")
+    log.warning("%s: %s", ledger.name, plan.notes[-1])
 
 
 def _is_unusual(tensor: torch.Tensor) -> bool:

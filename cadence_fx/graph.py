@@ -18,7 +18,7 @@ from cadence_fx.errors import CadenceError, NotCapturable, RetentionMismatch
 from cadence_fx.layout import Layout, in_layout, is_channels_last, layout_of
 from cadence_fx.ledger import log
 from cadence_fx.pairing import Pairing, extents
-from cadence_fx.passes import RegionSlot, select_passes
+from cadence_fx.passes import RegionSlot, select_edits, select_passes
 from cadence_fx.passes.effects import all_known, draws
 from cadence_fx.passes.graphs import GraphFacts, output_node
 from cadence_fx.passes.graphs import location as _location
@@ -223,6 +223,7 @@ class GraphPlanner:
         # A declared state that this graph neither returns nor writes is an argument like any other.
         staged = [*binding.indices("staged"), *sorted({i.index for i in binding.instances} - {u.index for u in uses})]
         passes = select_passes(program.passes)
+        edits = select_edits(program.passes) if self.device.type == "cuda" else []
         own = {use.index: use for use in uses}
         reference = self._layouts(args)
 
@@ -232,7 +233,7 @@ class GraphPlanner:
             )
 
         plan = Plan(
-            ways=ways(Subject(aten, slots, uses, fixed, staged), passes, program.ledger.name),
+            ways=ways(Subject(aten, slots, uses, fixed, staged), passes, edits, program.ledger.name),
             reference=stock,
             label=str(point),
             fixed=fixed,

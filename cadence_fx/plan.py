@@ -17,6 +17,7 @@ from cadence_fx.layout import Layout
 from cadence_fx.storage import Carry
 
 if TYPE_CHECKING:
+    from cadence_fx.passes import Edit
     from cadence_fx.residents import HostSide
 
 
@@ -72,12 +73,14 @@ class Way:
             order of `Plan.regions`; returns the flat outputs. A region's output is written to its destination.
         host: what runs on the host before each launch.
         notes: what was done and what was refused on the way here.
+        edits: what is done to the captured graph.
     """
 
     name: str
     run: Callable[..., Sequence[Any]]
     host: HostSide | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
+    edits: Sequence[Edit] = ()
 
 
 @dataclasses.dataclass(slots=True)

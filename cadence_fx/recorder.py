@@ -17,11 +17,17 @@ from typing import Any, Protocol
 import torch
 
 from cadence_fx._torch import abandon_pool, own_workspaces, uncached_casts
+from cadence_fx.captured_graph import DriverGraph, Unavailable
 from cadence_fx.generators import default_generator
 from cadence_fx.ledger import log
 from cadence_fx.locks import new_lock
+from cadence_fx.passes import Edit, EditContext
 
 Run = Callable[[], Sequence[Any]]
+
+
+class EditFailed(RuntimeError):
+    """An edit of the captured graph raised; the graph was given up."""
 
 
 class Recording(Protocol):
@@ -60,14 +66,25 @@ class CudaRecording:
     """A captured CUDA graph.
 
     A launch reads the state of the generators the graph was captured with and moves it on, as eager would.
+
+    Args:
+        kept: memory outside the pool that the graph reads.
     """
 
     static_outputs = True
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Sequence[Any], nbytes: int, pool: DevicePool) -> None:
+    def __init__(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        outputs: Sequence[Any],
+        nbytes: int,
+        pool: DevicePool,
+        kept: Sequence[torch.Tensor] = (),
+    ) -> None:
         self._graph = graph
         self._outputs = outputs
         self._pool = pool
+        self._kept = kept
         self.nbytes = nbytes
         self._replay = graph.replay
         self.closed = False
@@ -79,7 +96,7 @@ class CudaRecording:
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            self._outputs = ()
+            self._outputs = self._kept = ()
             self._graph.reset()
             self._pool.live.discard(self)
 
@@ -134,7 +151,13 @@ class DevicePool:
 
     # -- capturing ----------------------------------------------------------------------------------------------------
 
-    def record(self, run: Run, generators: Sequence[torch.Generator]) -> CudaRecording:
+    def record(
+        self,
+        run: Run,
+        generators: Sequence[torch.Generator],
+        edits: Sequence[Edit] = (),
+        context: EditContext | None = None,
+    ) -> CudaRecording:
         """See `record`."""
         current = torch.cuda.current_stream(self.device)
         # The outer context puts the stream back where a capture that fails leaves its own current.
@@ -145,11 +168,15 @@ class DevicePool:
                 self.handle = torch.cuda.graph_pool_handle()
             before = self.reserved_bytes()
             states = [(generator, generator.clone_state()) for generator in self._registered(generators)]
-            graph = torch.cuda.CUDAGraph()
+            graph = torch.cuda.CUDAGraph(keep_graph=True) if edits else torch.cuda.CUDAGraph()
             try:
                 outputs = self._capture(graph, run, generators)
                 torch.cuda.synchronize(self.device)
-                recording = CudaRecording(graph, outputs, self.reserved_bytes() - before, self)
+                if edits and context is not None:
+                    _edit(graph, edits, context)
+                kept = context.kept if context is not None else ()
+                added = self.reserved_bytes() - before + sum(memory.nbytes for memory in kept)
+                recording = CudaRecording(graph, outputs, added, self, kept)
             except BaseException:
                 self._repair(graph, states)
                 raise
@@ -215,6 +242,21 @@ class DevicePool:
         graph.reset()
 
 
+def _edit(graph: torch.cuda.CUDAGraph, edits: Sequence[Edit], context: EditContext) -> None:
+    """Edit a captured graph and instantiate it. Where the graph cannot be read it stays as it is."""
+    try:
+        opened = DriverGraph(graph)
+    except Unavailable as error:
+        context.notes.append(f"{', '.join(edit.name for edit in edits)}: skipped: {error}")
+    else:
+        for edit in edits:
+            try:
+                edit(opened, context)
+            except Exception as error:
+                raise EditFailed(f"{edit.name} failed: {type(error).__name__}: {error}") from error
+    graph.instantiate()
+
+
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
     """Without automatic garbage collection: what it finalises may call CUDA, which a capture does not survive."""
@@ -227,7 +269,13 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def record(run: Run, device: torch.device, generators: Sequence[torch.Generator] = ()) -> Recording:
+def record(
+    run: Run,
+    device: torch.device,
+    generators: Sequence[torch.Generator] = (),
+    edits: Sequence[Edit] = (),
+    context: EditContext | None = None,
+) -> Recording:
     """Record one execution of `run`, which reads and writes static tensors only.
 
     On a GPU `run` executes twice before it is captured, on the capture stream (library handles and plans must exist
@@ -236,14 +284,16 @@ def record(run: Run, device: torch.device, generators: Sequence[torch.Generator]
 
     Args:
         generators: those `run` may draw from besides the default one of the device.
+        edits: what is done to a CUDA graph before it is instantiated, with the facts in `context`.
 
     Raises:
+        EditFailed: an edit raised.
         Whatever `run` and the capture raise; generators, streams, allocator and the classes recorded before are then
         as usable as they were.
     """
     if device.type != "cuda":
         return HostRecording(run)
-    return DevicePool.of(device).record(run, generators)
+    return DevicePool.of(device).record(run, generators, edits, context)
 
 
 def give_back(device: torch.device) -> None:

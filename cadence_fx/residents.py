@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -166,4 +166,34 @@ class HostedRecording:
 
     def close(self) -> None:
         self.closed = True
+        self._inner.close()
+
+
+class RefreshedRecording:
+    """A recording that reads what was made of constants, made again once these have been written.
+
+    Args:
+        refreshes: constants, and what to run when one of them has changed.
+    """
+
+    def __init__(
+        self, inner: Recording, refreshes: Sequence[tuple[Sequence[torch.Tensor], Callable[[], None]]]
+    ) -> None:
+        self._inner = inner
+        self._watches = [(Watch(tensors, by_version=True), refresh) for tensors, refresh in refreshes]
+        self._watch = Watch([tensor for tensors, _ in refreshes for tensor in tensors], by_version=True)
+        self.static_outputs = inner.static_outputs
+        self.nbytes = inner.nbytes
+        self.closed = False
+
+    def launch(self) -> Sequence[Any]:
+        if self._watch.changed():
+            for watch, refresh in self._watches:
+                if watch.changed():
+                    refresh()
+        return self._inner.launch()
+
+    def close(self) -> None:
+        self.closed = True
+        self._watches = []
         self._inner.close()

@@ -17,7 +17,7 @@ from torch import fx
 
 from cadence_fx.errors import NotCapturable, PassFailed
 from cadence_fx.ledger import log
-from cadence_fx.passes import Pass, PassContext, RegionSlot, SplitHost, is_needed, run_passes
+from cadence_fx.passes import Edit, Pass, PassContext, RegionSlot, SplitHost, is_needed, run_passes
 from cadence_fx.plan import RegionUse, Way
 from cadence_fx.residents import HostSide
 
@@ -48,10 +48,11 @@ class Subject:
         return HostSide(context.host, context.premises, positions, self.staged)
 
 
-def ways(subject: Subject, passes: Sequence[Pass], name: str) -> Iterator[Way]:
+def ways(subject: Subject, passes: Sequence[Pass], edits: Sequence[Edit], name: str) -> Iterator[Way]:
     """The ways, each made when it is asked for, the first one at once.
 
     Args:
+        edits: of the captured graph.
         name: of the program, for the log.
 
     Raises:
@@ -62,7 +63,11 @@ def ways(subject: Subject, passes: Sequence[Pass], name: str) -> Iterator[Way]:
     if first is None:
         return iter([_copied_back(subject, passes, notes)])
     way, changing = first
-    return chain([way], _others(subject, passes, changing, name))
+    others = _others(subject, passes, changing, name)
+    if not edits:
+        return chain([way], others)
+    unedited = dataclasses.replace(way, name=f"{way.name} without {', '.join(edit.name for edit in edits)}")
+    return chain([dataclasses.replace(way, edits=edits), unedited], others)
 
 
 def _others(subject: Subject, passes: Sequence[Pass], changing: Sequence[str], name: str) -> Iterator[Way]:

@@ -1,9 +1,20 @@
 """Rewrites of static aten graphs. The only part of the backend that may name operators."""
 
 from cadence_fx.passes.base import HostPart, Pass, PassContext, PassResult, Premise, RegionSlot
+from cadence_fx.passes.captured import CapturedGraph, CapturedNode, Edit, EditContext
+from cadence_fx.passes.clear_once import ClearOnce
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
-from cadence_fx.passes.pipeline import Choice, default_passes, is_needed, register_pass, run_passes, select_passes
+from cadence_fx.passes.keep_conversions import KeepConversions
+from cadence_fx.passes.pipeline import (
+    Choice,
+    default_passes,
+    is_needed,
+    register_pass,
+    run_passes,
+    select_edits,
+    select_passes,
+)
 from cadence_fx.passes.provenance import (
     Contradicted,
     Proved,
@@ -18,11 +29,17 @@ from cadence_fx.passes.stage_reads import stage_reads
 from cadence_fx.passes.verify_capturable import VerifyCapturable
 
 __all__ = [
+    "CapturedGraph",
+    "CapturedNode",
     "Choice",
+    "ClearOnce",
     "Contradicted",
+    "Edit",
+    "EditContext",
     "FoldHostConstants",
     "HoistHostReads",
     "HostPart",
+    "KeepConversions",
     "Pass",
     "PassContext",
     "PassResult",
@@ -40,6 +57,7 @@ __all__ = [
     "prove_retentions",
     "register_pass",
     "run_passes",
+    "select_edits",
     "select_passes",
     "stage_reads",
 ]

@@ -14,13 +14,24 @@ import torch.fx as fx
 
 from cadence_fx.errors import CadenceError, PassFailed, unknown_name
 from cadence_fx.passes.base import Pass, PassContext
+from cadence_fx.passes.captured import Edit
+from cadence_fx.passes.clear_once import ClearOnce
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
+from cadence_fx.passes.keep_conversions import KeepConversions
 from cadence_fx.passes.reinplace_retention import ReinplaceRetention
 from cadence_fx.passes.split_host import SplitHost
 from cadence_fx.passes.verify_capturable import VerifyCapturable
 
-__all__ = ["Choice", "default_passes", "is_needed", "register_pass", "run_passes", "select_passes"]
+__all__ = [
+    "Choice",
+    "default_passes",
+    "is_needed",
+    "register_pass",
+    "run_passes",
+    "select_edits",
+    "select_passes",
+]
 
 # Which passes run: None for the default ones, names for exactly those, or a mapping that turns some on and some off.
 Choice = Mapping[str, bool] | Iterable[str] | None
@@ -59,6 +70,11 @@ def _all() -> list[Pass]:
     ]
 
 
+def _edits() -> list[Edit]:
+    """Every edit of captured graphs, in the order in which they are made."""
+    return [KeepConversions(), ClearOnce()]
+
+
 def default_passes() -> list[Pass]:
     """The passes of every class for which nothing else is chosen, in the order in which they run."""
     return [pass_ for pass_ in _all() if pass_.name not in _OPTIONAL]
@@ -80,10 +96,21 @@ def select_passes(choice: Choice = None) -> list[Pass]:
         TypeError: not a choice.
         ValueError: no pass has such a name, or one is left out that is needed.
     """
+    wanted = _wanted(choice)
+    return [pass_ for pass_ in _all() if wanted[pass_.name] or is_needed(pass_)]
+
+
+def select_edits(choice: Choice = None) -> list[Edit]:
+    """The edits of captured graphs among a choice, as ``select_passes`` has it, in the order in which they are made."""
+    wanted = _wanted(choice)
+    return [edit for edit in _edits() if wanted[edit.name]]
+
+
+def _wanted(choice: Choice) -> dict[str, bool]:
+    """Which passes and edits a choice turns on."""
     if isinstance(choice, str) or not isinstance(choice, (Mapping, Iterable, type(None))):
         raise TypeError(f"expected a list of names, or a dict of name: bool, found {choice!r}")
-    known = _all()
-    names = [pass_.name for pass_ in known]
+    names = [*(pass_.name for pass_ in _all()), *(edit.name for edit in _edits())]
     wanted = {name: name not in _OPTIONAL for name in names}
     if isinstance(choice, Mapping):
         given = dict(choice)
@@ -97,8 +124,7 @@ def select_passes(choice: Choice = None) -> list[Pass]:
             raise TypeError(f"{name!r} is True or False, found {on!r}")
         if not on and name in _NEEDED:
             raise ValueError(f"{name!r} cannot be left out: it brings a class into the form that is recorded")
-    wanted |= given
-    return [pass_ for pass_ in known if wanted[pass_.name] or pass_.name in _NEEDED]
+    return wanted | given
 
 
 def run_passes(
