@@ -70,6 +70,7 @@ class Token2WavStream:
         backend: what `torch.compile` gets for the steps, "cadence" for this project's; None runs them uncompiled.
         flush: fresh-token counts beside the hop to specialise, of `FLUSH_TOKENS`.
         snapshot: where the primed state waits for the next turn; the host by default, to spare device memory.
+        passes: which passes rewrite the steps, as `options={"passes": ...}` has it; None for the default ones.
 
     Raises:
         ContractError: the prompt cannot be declared, the object is bound already, or it is configured for float16.
@@ -85,6 +86,7 @@ class Token2WavStream:
         backend: str | Callable[..., Any] | None = None,
         flush: Iterable[int] = (),
         snapshot: torch.device | str = "cpu",
+        passes: Any = None,
     ) -> None:
         if token2wav.float16:
             raise ContractError("streaming in float16 is not declared; use float32", field="float16")
@@ -100,7 +102,7 @@ class Token2WavStream:
         )  # fmt: skip
         self.plain_flow = FlowStep(flow.decoder, self.geometry)
         self.plain_conformer = {last: ConformerStep(flow, self.geometry, last_chunk=last) for last in (False, True)}
-        compiled = _compiler(backend)
+        compiled = _compiler(backend, passes)
         self.flow = compiled(self.plain_flow, self.geometry.flow_contract())
         self.conformer = {
             last: compiled(step, self.geometry.conformer_contract(last)) for last, step in self.plain_conformer.items()
@@ -108,7 +110,9 @@ class Token2WavStream:
         self.eager_calls: Counter[str] = Counter()
         binding = BoundedBinding if self._bounded else VocoderBinding
         # Thousands of convolutions' sizes as symbols take minutes to trace, and there are few of them.
-        self.vocoder: Any = binding(token2wav, self.geometry, _compiler(backend, dynamic=False), self.eager_calls)
+        self.vocoder: Any = binding(
+            token2wav, self.geometry, _compiler(backend, passes, dynamic=False), self.eager_calls
+        )
         self._workspaces = Workspaces(self.plain_flow)
         self._primed: State = {}
         self._restore: Callable[..., State] | None = None
@@ -252,13 +256,15 @@ class Token2WavStream:
         return mel, dict(zip(self.STATE, (cnn, tokens, frames, solver_cnn, solver_att), strict=True))
 
 
-def _compiler(backend: str | Callable[..., Any] | None, dynamic: bool | None = None) -> Compile:
+def _compiler(backend: str | Callable[..., Any] | None, passes: Any, dynamic: bool | None = None) -> Compile:
     """What makes a callable of a step and its contract: `torch.compile` with the backend, or nothing at all."""
 
     def compiled(step: nn.Module, contract: Contract) -> Callable[..., Any]:
         if backend is None:
             return step
         options: dict[str, Any] = {"contract": contract}
+        if passes is not None:
+            options["passes"] = passes
         return torch.compile(step, backend=backend, dynamic=dynamic, options=options)
 
     return compiled

@@ -14,6 +14,7 @@ Weights, prompt and tokens are random, from fixed seeds. The primed state waits 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import re
@@ -28,7 +29,7 @@ import torch
 
 from bench import vendor
 from bench.remote import Remote, environment, machine, verdict
-from bench.token2wav_variants import VARIANTS, Subject, chunks
+from bench.token2wav_variants import VARIANTS, Subject, Timed, chunks, variant
 from cadence_fx.bytesops import as_integers
 
 MIB = 2**20
@@ -41,16 +42,18 @@ class Settings:
     device: str
     turn_chunks: int
     turns: int
+    part: str = "segment"  # what is timed: all of it up to the vocoder, or the "solver" alone
 
 
 class Worker:
     """Runs one variant; lives in its own process."""
 
-    def __init__(self, variant: str, settings: Settings) -> None:
+    def __init__(self, name: str, settings: Settings) -> None:
         self.settings, self.device = settings, torch.device(settings.device)
         if self.device.type == "cpu":
             torch.set_num_threads(1)
-        self.subject: Subject = VARIANTS[variant](settings.sizes, self.device)
+        self.subject: Subject = variant(name)(settings.sizes, self.device)
+        self._timed: Timed | None = None
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -70,6 +73,8 @@ class Worker:
         start = time.perf_counter()
         self.subject.prime()
         self.subject.install()
+        if self.settings.part == "solver":
+            self._timed = self.subject.time_solver()
         self._synchronize()
         seconds = time.perf_counter() - start
         checked = self.turn(0, CHECK_CHUNKS)
@@ -85,6 +90,8 @@ class Worker:
         subject, times = self.subject, []
         subject.token2wav.hift, subject.probe.mel = subject.probe, []
         subject.reset()
+        if self._timed is not None:
+            self._timed.ms.clear()
         for tokens in chunks(self.settings.sizes, count or self.settings.turn_chunks, turn):
             self._synchronize()
             start = time.perf_counter()
@@ -94,6 +101,8 @@ class Worker:
         sha = hashlib.sha256()
         for mel in subject.probe.mel:
             sha.update(as_integers(mel).cpu().numpy().tobytes())
+        if self._timed is not None:
+            times = list(self._timed.ms)
         return {"ms": times, "mel": sha.hexdigest(), "state": subject.state_digest()}
 
     def vocoder(self) -> float:
@@ -110,12 +119,41 @@ class Worker:
             times.append((time.perf_counter() - start) * 1e3)
         return statistics.median(times[2:])
 
+    def kernels(self) -> dict[str, Any]:
+        """What one call of the solver with a full window executes on the device, by kernel (or copy or fill)."""
+        if self._timed is None or self.device.type != "cuda":
+            return {}
+        subject, profile = self.subject, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        subject.reset()
+        for number, tokens in enumerate(chunks(self.settings.sizes, CHECK_CHUNKS + 1, 99)):
+            if number == CHECK_CHUNKS:
+                self._timed.wrapped = lambda: profile
+            subject(tokens)
+        self._timed.wrapped = contextlib.nullcontext
+        found: dict[str, list[float]] = {}
+        events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        for event in events:
+            found.setdefault(short_name(event.name), []).append(event.time_range.elapsed_us())
+        table = [
+            {"kernel": name, "count": len(us), "ms": round(sum(us) / 1e3, 3)}
+            for name, us in sorted(found.items(), key=lambda item: -sum(item[1]))
+        ]
+        span = max(e.time_range.end for e in events) - min(e.time_range.start for e in events)
+        busy = sum(row["ms"] for row in table)  # type: ignore[misc]
+        return {"kernels": len(events), "span_ms": round(span / 1e3, 3), "busy_ms": round(busy, 3), "table": table[:24]}
+
     def counters(self) -> dict[str, Any]:
         return {**self._peaks(), "misses": self.subject.misses()}
 
     def host_us(self) -> dict[str, dict[str, float]]:
         """Launches graphs out of order, so it comes after the last comparison."""
         return self.subject.host_us()
+
+
+def short_name(name: str) -> str:
+    """A kernel's name without its parameters and namespaces; what is left of a template's arguments is cut."""
+    head = re.sub(r"^void |\(anonymous namespace\)::|at::native::|cudnn::[a-z_]*::", "", name)
+    return head.split("(")[0][:90]
 
 
 class Session:
@@ -167,14 +205,23 @@ class Session:
         for name, answer in self._each("counters", together=True).items():
             self.results[name].update(answer)
 
+    def kernels(self) -> None:
+        """Attribution by kernel into the results, where a variant has one."""
+        for name, answer in self._each("kernels").items():
+            if answer:
+                self.results[name]["kernels"] = answer
+
     def finish(self) -> float:
         """Host times into the results; returns the vocoder's milliseconds."""
         for name, answer in self._each("host_us").items():
             self.results[name]["host_us"] = answer
         vocoder: float = self.remotes["B0"].call("vocoder")
+        self.close()
+        return vocoder
+
+    def close(self) -> None:
         for remote in self.remotes.values():
             remote.close()
-        return vocoder
 
     def rows(self) -> dict[str, dict[str, Any]]:
         return {name: _row(result) for name, result in self.results.items()}
@@ -192,7 +239,7 @@ def _row(result: dict[str, Any]) -> dict[str, Any]:
         **spread,
         "repeats": len(times),
         **{name: round(result[name], 1) for name in ("peak_mib", "reserved_mib", "warmup_peak_mib", "warmup_s")},
-        **{name: result[name] for name in ("bytes_equal", "misses", "host_us") if name in result},
+        **{name: result[name] for name in ("bytes_equal", "misses", "host_us", "kernels") if name in result},
     }
 
 
@@ -231,7 +278,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     names = list(dict.fromkeys(["B0", *options.variants.split(",")]))
-    if unknown := set(names) - VARIANTS.keys():
+    if unknown := {name for name in names if name.partition("/")[0] not in VARIANTS}:
         parser.error(f"unknown variants {', '.join(sorted(unknown))}; there are {', '.join(VARIANTS)}")
     sizes = vendor.SMALL if options.small else vendor.RELEASED
     settings = Settings(sizes, options.device, options.chunks, options.turns)

@@ -17,6 +17,7 @@ The letters are those of the paper's Table 4. "By hand" means `ExactShapeReplay`
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -33,6 +34,7 @@ from cadence_fx.adapters.token2wav import Token2WavStream
 from cadence_fx.bytesops import digest
 from cadence_fx.ledger import Ledger
 from cadence_fx.lookup import program_of
+from cadence_fx.passes import Choice
 from cadence_fx.table import ReplayTable
 
 
@@ -74,6 +76,16 @@ class Subject:
 
     def install(self) -> None:
         """Puts graphs or compiled code in front of the vendor's modules; after priming, whose shape occurs once."""
+
+    def time_solver(self) -> Timed:
+        """Puts a clock around the solver with its retention, or without where the vendor has that outside."""
+        device = self.token2wav.cache[3].device
+        if self.stream is not None:
+            self.stream.flow = timed = Timed(self.stream.flow, device)
+        else:
+            decoder = self.token2wav.flow.decoder
+            decoder.forward_chunk = timed = Timed(decoder.forward_chunk, device)
+        return timed
 
     def reset(self) -> None:
         """A new turn: the primed caches, copied from the host."""
@@ -124,6 +136,28 @@ class Subject:
         return self.replays[-1]
 
 
+class Timed:
+    """A callable that keeps the milliseconds of each call, by a clock synchronised before and after."""
+
+    def __init__(self, call: Callable[..., Any], device: torch.device) -> None:
+        self.call, self._device = call, device
+        self.ms: list[float] = []
+        self.wrapped: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._synchronize()
+        with self.wrapped():
+            start = time.perf_counter()
+            result = self.call(*args, **kwargs)
+            self._synchronize()
+        self.ms.append((time.perf_counter() - start) * 1e3)
+        return result
+
+
 class Replay:
     """A replayed callable, with the host time of each of its calls and of the launch inside it."""
 
@@ -171,6 +205,13 @@ class Replay:
         whole = [total - launch for total, launch in zip(self.times, self.launches, strict=True)]
         named = {"launch": self.launches, "engine_beyond_launch": engine, "call_beyond_launch": whole}
         return {name: round(statistics.median(values), 1) for name, values in named.items() if values}
+
+
+def _compiled(step: Any) -> Any:
+    """The compiled callable under the clocks around it."""
+    while isinstance(step, (Replay, Timed)):
+        step = step.call
+    return step
 
 
 def _resident_frequencies(device: torch.device) -> None:
@@ -239,17 +280,18 @@ class SizedChunkReplay(ChunkReplay):
 
 
 class Cadence(Subject):
-    """The backend."""
+    """The backend, its classes rewritten by the passes of a choice."""
 
     sized = True
+    passes: Choice = None
 
     def _bind(self) -> Token2WavStream:
-        return Token2WavStream(self.token2wav, backend=cadence_fx.cadence)
+        return Token2WavStream(self.token2wav, backend=cadence_fx.cadence, passes=self.passes)
 
     def install(self) -> None:
         assert self.stream is not None
         self.stream.prime()
-        self.stream.warm_up(cadence_fx.warm_up, lambda step, **states: cadence_fx.restore(step.call, **states))
+        self.stream.warm_up(cadence_fx.warm_up, lambda step, **states: cadence_fx.restore(_compiled(step), **states))
         self.reset = self.stream.reset  # type: ignore[method-assign]  # from the host too, and into the carries
         self.stream.flow = self._program(self.stream.flow)
         self.stream.conformer[False] = self._program(self.stream.conformer[False])
@@ -298,6 +340,23 @@ VARIANTS: dict[str, type[Subject]] = {
     "reduce-overhead": ReduceOverhead,
     "cudagraphs": CudaGraphs,
 }
+
+
+def variant(name: str) -> type[Subject]:
+    """The class of a variant. `SRc/plain` replays eager's own kernels, `SRc/a,b` rewrites by these passes alone, and
+    `SRc/+a,-b` by the default ones with `a` and without `b`.
+
+    Raises:
+        KeyError: there is none of this name.
+    """
+    base, _, chosen = name.partition("/")
+    if not chosen:
+        return VARIANTS[base]
+    if VARIANTS[base] is not Cadence:
+        raise KeyError(name)
+    words = [] if chosen == "plain" else chosen.split(",")
+    switched = {word[1:]: word[0] == "+" for word in words if word[0] in "+-"}
+    return type("Chosen", (Cadence,), {"passes": switched or tuple(words)})
 
 
 def chunks(sizes: vendor.Sizes, count: int, turn: int) -> Iterator[list[int]]:

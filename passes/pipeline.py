@@ -27,6 +27,7 @@ __all__ = [
     "Choice",
     "default_passes",
     "is_needed",
+    "optional_passes",
     "register_pass",
     "run_passes",
     "select_edits",
@@ -78,6 +79,11 @@ def _edits() -> list[Edit]:
 def default_passes() -> list[Pass]:
     """The passes of every class for which nothing else is chosen, in the order in which they run."""
     return [pass_ for pass_ in _all() if pass_.name not in _OPTIONAL]
+
+
+def optional_passes() -> list[Pass]:
+    """The passes that run only where they are asked for."""
+    return [pass_ for pass_ in _all() if pass_.name in _OPTIONAL]
 
 
 def is_needed(pass_: Pass) -> bool:

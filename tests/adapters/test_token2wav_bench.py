@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from bench import vendor, vocoder
-from bench.token2wav import ratios, table
+from bench.token2wav import ratios, short_name, table
+from bench.token2wav_variants import variant
 
 ROOT = Path(__file__).resolve().parents[2]
 ROW = {
@@ -75,3 +76,28 @@ def test_streams_count_as_far_as_eager_repeats_itself() -> None:
 def test_ratios_of_the_vocoder_pair_the_two_sides() -> None:
     rows = {"hift vocoder stock eager": {"median_ms": 18.0}, "hift vocoder stock cadence": {"median_ms": 4.0}}
     assert vocoder.ratios(rows) == {"hift vocoder stock: eager/cadence": 4.5}
+
+
+@pytest.mark.skipif(not vendor.available(), reason="the vendor package stepaudio2-minicpmo is not installed")
+def test_a_small_run_of_the_passes_times_the_solver_alone(tmp_path: Path) -> None:
+    options = {"device": "cpu", "variants": "SRc/plain", "chunks": "3", "turns": "1", "out": str(tmp_path)}
+    command = [sys.executable, "-m", "bench.passes", "--small"] + [f"--{k}={v}" for k, v in options.items()]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    report = json.loads((tmp_path / "passes_cpu_small.json").read_text())
+    assert list(report["variants"]) == ["B0", "SRc/plain"]
+    for row in report["variants"].values():
+        assert (row["bytes_equal"], row["repeats"], row["misses"]) == (True, 3, {})
+
+
+def test_variants_of_the_backend_are_spelled_by_their_passes() -> None:
+    assert variant("SRc/plain").passes == ()  # type: ignore[attr-defined]
+    assert variant("SRc/a,b").passes == ("a", "b")  # type: ignore[attr-defined]
+    assert variant("SRc/+a,-b").passes == {"a": True, "b": False}  # type: ignore[attr-defined]
+    with pytest.raises(KeyError):
+        variant("B0/plain")
+
+
+def test_a_kernel_is_named_without_its_parameters() -> None:
+    name = "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>(int, float)"
+    assert short_name(name) == "vectorized_layer_norm_kernel<float, float>"
