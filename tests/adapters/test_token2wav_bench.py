@@ -63,14 +63,20 @@ def test_a_small_run_of_the_vocoder_compares_streams_and_times_both_sides(tmp_pa
     ]
     for row in report["variants"].values():
         assert (row["bytes_equal"], row["repeats"], row["misses"]) == (True, 2, {})
-    assert report["matched_streams"]["hift stock"]["hashes_compared"] == 3
+    assert report["matched_streams"]["hift stock"]["pcm_hashes_compared"] == 3
 
 
 def test_streams_count_as_far_as_eager_repeats_itself() -> None:
-    found = vocoder.compared([["a", "b"], ["c", "d"]], [["a", "b"], ["c", "x"]], [["a", "b"], ["c", "y"]])
-    assert (found["repeated_by_eager"], found["equal"], found["hashes_compared"]) == (1, 2, 3)
-    assert found["bytes_equal"]
-    assert not vocoder.compared([["a", "b"]], [["a", "b"]], [["a", "c"]])["bytes_equal"]
+    first, again, ours = (
+        [(["m"], ["a", "b"]), (["n"], ["c", last])] for last in ("d", "x", "y")
+    )  # the last call of the second stream: eager does not repeat it
+    found = vocoder.compared(first, again, ours)
+    assert (found["pcm_repeated_by_eager"], found["pcm_equal"], found["pcm_hashes_compared"]) == (1, 2, 3)
+    assert found["bytes_equal"] and found["mel_equal"] == 2
+    wrong = [(["m"], ["a", "z"])]
+    assert not vocoder.compared(first[:1], again[:1], wrong)["bytes_equal"]
+    assert vocoder.compared(first[:1], again[:1], wrong, judge_pcm=False)["bytes_equal"]
+    assert not vocoder.compared(first[:1], again[:1], [(["x"], ["a", "b"])], judge_pcm=False)["bytes_equal"]
 
 
 def test_ratios_of_the_vocoder_pair_the_two_sides() -> None:
