@@ -215,7 +215,7 @@ def _record_certified(
             snapshot.restore()
             if refused is not None:
                 return refused
-        edited = EditContext([static_args[i] for i in plan.fixed if i not in plan.written], device)
+        edited = EditContext([static_args[i] for i in plan.fixed if i not in plan.written], device, way.cleared)
         try:
             recording = record(lambda run=way.run: run(*everything), device, generators, way.edits, edited)  # type: ignore[misc]
         except EditFailed as error:

@@ -74,6 +74,7 @@ class Way:
         host: what runs on the host before each launch.
         notes: what was done and what was refused on the way here.
         edits: what is done to the captured graph.
+        cleared: see `EditContext`.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Way:
     host: HostSide | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
     edits: Sequence[Edit] = ()
+    cleared: Sequence[torch.Tensor] = ()
 
 
 @dataclasses.dataclass(slots=True)

@@ -104,7 +104,7 @@ def _rewritten(
             passes.remove(failed)
             continue
         optional = {pass_.name for pass_ in passes if not is_needed(pass_)}
-        way = Way(text, gm.forward, subject.host(context), [*notes, *context.notes])
+        way = Way(text, gm.forward, subject.host(context), [*notes, *context.notes], cleared=tuple(context.cleared))
         return way, [each for each in context.modified if each in optional]
 
 

@@ -3,6 +3,8 @@
 from cadence_fx.passes.base import HostPart, Pass, PassContext, PassResult, Premise, RegionSlot
 from cadence_fx.passes.captured import CapturedGraph, CapturedNode, Edit, EditContext
 from cadence_fx.passes.clear_once import ClearOnce
+from cadence_fx.passes.cleared_products import ClearedProducts
+from cadence_fx.passes.drop_scalings import DropScalings
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
 from cadence_fx.passes.keep_conversions import KeepConversions
@@ -34,7 +36,9 @@ __all__ = [
     "CapturedNode",
     "Choice",
     "ClearOnce",
+    "ClearedProducts",
     "Contradicted",
+    "DropScalings",
     "Edit",
     "EditContext",
     "FoldHostConstants",

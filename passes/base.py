@@ -76,6 +76,7 @@ class PassContext:
     notes: list[str] = field(default_factory=list)  # what was done or refused, and why
     premises: list[Premise] = field(default_factory=list)  # what must hold before each launch
     host: HostPart | None = None  # what runs on the host before each launch
+    cleared: list[torch.Tensor] = field(default_factory=list)  # holds zeros whenever a product writes its result there
     modified: list[str] = field(default_factory=list)  # the passes that changed the graph, in order; the runner's
 
 

@@ -65,6 +65,7 @@ class CapturedGraph(Protocol):
 @dataclass(slots=True)
 class EditContext:
     """``constants``: tensors at fixed addresses that the recording does not write. ``device``: where it runs.
+    ``cleared``: memory in which every product finds zeros where it is about to put its result.
 
     An edit appends to ``notes`` what it did or why it did nothing, to ``kept`` the memory that the recording now reads,
     and to ``refreshes`` what has to run again when one of some constants has been written.
@@ -72,6 +73,7 @@ class EditContext:
 
     constants: Sequence[torch.Tensor]
     device: torch.device
+    cleared: Sequence[torch.Tensor] = ()
     notes: list[str] = field(default_factory=list)
     kept: list[torch.Tensor] = field(default_factory=list)
     refreshes: list[tuple[Sequence[torch.Tensor], Callable[[], None]]] = field(default_factory=list)

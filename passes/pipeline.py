@@ -16,6 +16,8 @@ from cadence_fx.errors import CadenceError, PassFailed, unknown_name
 from cadence_fx.passes.base import Pass, PassContext
 from cadence_fx.passes.captured import Edit
 from cadence_fx.passes.clear_once import ClearOnce
+from cadence_fx.passes.cleared_products import ClearedProducts
+from cadence_fx.passes.drop_scalings import DropScalings
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
 from cadence_fx.passes.keep_conversions import KeepConversions
@@ -67,13 +69,14 @@ def _all() -> list[Pass]:
         FoldHostConstants(),  # before the states are followed: what it leaves behind is constant and on the device
         SplitHost(),  # after the constants: what is left on the host changes from call to call
         ReinplaceRetention(),  # after whatever changes how a state is computed; its writes must stay at the end
+        ClearedProducts(),  # after whatever decides which products there are and how long their results live
         VerifyCapturable(),  # last: it judges the graph that will be recorded
     ]
 
 
 def _edits() -> list[Edit]:
     """Every edit of captured graphs, in the order in which they are made."""
-    return [KeepConversions(), ClearOnce()]
+    return [KeepConversions(), ClearOnce(), DropScalings()]
 
 
 def default_passes() -> list[Pass]:

@@ -27,12 +27,12 @@ def _serving() -> None:
 
 
 class Block(nn.Module):
-    """Two convolutions of the size that cuDNN lays out anew, and three products that cuBLAS splits."""
+    """Two convolutions of the size that cuDNN lays out anew, and five products that cuBLAS splits."""
 
     def __init__(self) -> None:
         super().__init__()
         self.convolutions = nn.ModuleList(nn.Conv1d(512, 512, 3) for _ in range(2))
-        self.linears = nn.ModuleList(nn.Linear(512, 512) for _ in range(3))
+        self.linears = nn.ModuleList(nn.Linear(512, 512) for _ in range(5))
 
     def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:  # (2, 50, 512), (2, 512, 2)
         frames = torch.cat([cache, x.transpose(1, 2)], 2)
@@ -74,6 +74,7 @@ def test_conversions_and_counters_leave_the_graph_and_weights_may_be_written() -
     assert "admitted: rewritten in place" in found
     assert any(note.startswith("keep_conversions: 2 of 2") for note in found)
     assert any(note.startswith("clear_once: ") for note in found)
+    assert any(note.startswith("drop_scalings: 5 kernels") for note in found)
     check(step, module)
     for parameter in module.parameters():
         parameter.mul_(1.5)
@@ -85,8 +86,8 @@ def test_conversions_and_counters_leave_the_graph_and_weights_may_be_written() -
 
 def test_edits_can_be_turned_off() -> None:
     module = Block().to(DEVICE)
-    step = compiled(module, {"keep_conversions": False, "clear_once": False})
-    assert not any("conversions" in note or "memsets" in note for note in notes(step))
+    step = compiled(module, {"keep_conversions": False, "clear_once": False, "drop_scalings": False})
+    assert not any("conversions" in note or "memsets" in note or "left out" in note for note in notes(step))
     check(step, module)
 
 
