@@ -3,6 +3,7 @@
 from cadence_fx.passes.base import HostPart, Pass, PassContext, PassResult, Premise, RegionSlot
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
+from cadence_fx.passes.merge_common import MergeCommon
 from cadence_fx.passes.pipeline import default_passes, register_pass, run_passes
 from cadence_fx.passes.provenance import (
     Contradicted,
@@ -22,6 +23,7 @@ __all__ = [
     "FoldHostConstants",
     "HoistHostReads",
     "HostPart",
+    "MergeCommon",
     "Pass",
     "PassContext",
     "PassResult",
