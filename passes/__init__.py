@@ -3,6 +3,7 @@
 from cadence_fx.passes.base import HostPart, Pass, PassContext, PassResult, Premise, RegionSlot
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
+from cadence_fx.passes.jit_chains import JitChains
 from cadence_fx.passes.merge_common import MergeCommon
 from cadence_fx.passes.pipeline import default_passes, register_pass, run_passes
 from cadence_fx.passes.provenance import (
@@ -23,6 +24,7 @@ __all__ = [
     "FoldHostConstants",
     "HoistHostReads",
     "HostPart",
+    "JitChains",
     "MergeCommon",
     "Pass",
     "PassContext",

@@ -38,11 +38,11 @@ from cadence_fx.passes.graphs import (
     OpOverload,
     is_impure,
     location,
-    may_write,
     output_node,
     schema,
     tensors_in,
 )
+from cadence_fx.passes.homes import Homes
 from cadence_fx.passes.movement import is_inert_dropout
 
 __all__ = ["MergeCommon"]
@@ -75,25 +75,21 @@ class _Merging:
         self._results = set(output_node(graph).all_input_nodes)
         self._leaving = {self._facts.alias_class(result) for result in self._results}
         self._reshaped = self._classes_reshaped_in_place()
-        self._homes = self._shared_homes(ctx)
+        self._homes = Homes(graph, self._facts, ctx)
         # Told by the traced values, which no longer show it once what they are views of has been merged.
         self._inert = {node for node in graph.nodes if _returns_input(node)}
         self._views = self._certain_views()
-        self._epochs: dict[fx.Node, int] = {}  # alias class -> how many writes the walk has passed
         self._known: dict[Hashable, fx.Node] = {}
         self.merged = 0
         self.left_out = 0
         self.kept: list[str] = []
 
     def visit(self, node: fx.Node) -> None:
-        """Merge or leave out ``node``, or take note of what it writes."""
+        """Merge ``node`` or leave it out, if that can be."""
         if node.op in ("placeholder", "get_attr", "output"):
             return
         if _may_do_anything(node):
             self._known.clear()
-        for written in may_write(node):
-            home = self._home(written)
-            self._epochs[home] = self._epochs.get(home, 0) + 1
         if self._facts.alias_class(node) in self._reshaped:
             return
         if node in self._inert and node not in self._results:
@@ -134,21 +130,9 @@ class _Merging:
         given = _canonical((node.args, node.kwargs))
         if given is None:
             return None
-        epochs = () if view else tuple(self._epochs.get(self._home(source), 0) for source in node.all_input_nodes)
-        return node.target, given, epochs
-
-    def _home(self, node: fx.Node) -> fx.Node:
-        rep = self._facts.alias_class(node)
-        return self._homes.get(rep, rep)
-
-    def _shared_homes(self, ctx: PassContext) -> dict[fx.Node, fx.Node]:
-        """The storage of a new state is that of the old one, which the graph does not show."""
-        named = {node.name: node for node in self._graph.nodes if node.op == "placeholder"}
-        return {
-            self._facts.alias_class(named[slot.destination]): self._facts.alias_class(named[slot.placeholder])
-            for slot in ctx.regions
-            if slot.destination in named and slot.placeholder in named
-        }
+        at = self._facts.order[node]
+        written = () if view else tuple(self._homes.writes_before(source, at) for source in node.all_input_nodes)
+        return node.target, given, written
 
     def _certain_views(self) -> set[fx.Node]:
         """Views for certain. What is made of a value that may or may not be its input is no such view."""
