@@ -313,6 +313,11 @@ def run_composite(operator: Any, *args: Any) -> Any:
     return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args)
 
 
+def pointwise_kernel(code: str) -> Callable[..., torch.Tensor]:
+    """A CUDA kernel that applies a function of one element to tensors that broadcast; compiled at its first launch."""
+    return torch.cuda.jiterator._create_jit_fn(code)
+
+
 def mark_dynamic(tensor: torch.Tensor, axis: int) -> None:
     """Ask Dynamo for a symbol on this axis; unlike `mark_dynamic` it does not raise when a branch narrows the range."""
     torch._dynamo.maybe_mark_dynamic(tensor, axis)

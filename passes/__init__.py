@@ -7,7 +7,9 @@ from cadence_fx.passes.cleared_products import ClearedProducts
 from cadence_fx.passes.drop_scalings import DropScalings
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
+from cadence_fx.passes.jit_chains import JitChains
 from cadence_fx.passes.keep_conversions import KeepConversions
+from cadence_fx.passes.merge_common import MergeCommon
 from cadence_fx.passes.pipeline import (
     Choice,
     default_passes,
@@ -45,6 +47,8 @@ __all__ = [
     "HoistHostReads",
     "HostPart",
     "KeepConversions",
+    "JitChains",
+    "MergeCommon",
     "Pass",
     "PassContext",
     "PassResult",

@@ -20,7 +20,9 @@ from cadence_fx.passes.cleared_products import ClearedProducts
 from cadence_fx.passes.drop_scalings import DropScalings
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
+from cadence_fx.passes.jit_chains import JitChains
 from cadence_fx.passes.keep_conversions import KeepConversions
+from cadence_fx.passes.merge_common import MergeCommon
 from cadence_fx.passes.reinplace_retention import ReinplaceRetention
 from cadence_fx.passes.split_host import SplitHost
 from cadence_fx.passes.verify_capturable import VerifyCapturable
@@ -58,7 +60,7 @@ def register_pass(pass_: Pass) -> Pass:
 
 # Without these a class is not in the form that is recorded; the others can be left out, one by one.
 _NEEDED = {kind.name for kind in (HoistHostReads, FoldHostConstants, SplitHost, ReinplaceRetention, VerifyCapturable)}
-_OPTIONAL: frozenset[str] = frozenset()  # left out unless they are asked for
+_OPTIONAL = {JitChains.name}  # left out unless they are asked for
 
 
 def _all() -> list[Pass]:
@@ -68,7 +70,9 @@ def _all() -> list[Pass]:
         HoistHostReads(),  # before constants are folded: what it opens reads some
         FoldHostConstants(),  # before the states are followed: what it leaves behind is constant and on the device
         SplitHost(),  # after the constants: what is left on the host changes from call to call
+        MergeCommon(),  # before the states are written in place: nothing is written yet that the code does not write
         ReinplaceRetention(),  # after whatever changes how a state is computed; its writes must stay at the end
+        JitChains(),  # after the writes on states, which are no part of a chain
         ClearedProducts(),  # after whatever decides which products there are and how long their results live
         VerifyCapturable(),  # last: it judges the graph that will be recorded
     ]

@@ -85,6 +85,7 @@ def test_default_order() -> None:
         "hoist_host_reads",
         "fold_host_constants",
         "split_host",
+        "merge_common",
         "reinplace_retention",
         "cleared_products",
         "verify_capturable",
