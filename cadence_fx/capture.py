@@ -40,6 +40,7 @@ class ReplayClass:
         effects: the verdict under which it was admitted.
         returned: the states that leave the call as they came.
         reached: what a plain callable found in Python objects; None for a graph.
+        touched: arguments that a launch writes where they are.
         written: storage addresses of what the code writes in place and no call may bring under another name.
     """
 
@@ -56,6 +57,11 @@ class ReplayClass:
     returned: list[RegionUse]
     reached: Reached | None
     replays: int = 0
+    touched: list[int] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        in_place = [use.index for use in self.plan.regions if use.output is None]
+        self.touched = [*sorted(set(self.plan.mutated) & set(self.plan.fixed)), *in_place]
 
 
 def unfit(plan: Plan, args: Sequence[Any], names: Sequence[str], device: torch.device) -> Miss | None:
@@ -128,6 +134,7 @@ def capture(
         snapshot.restore()
         if problem is not None:
             return problem
+        _compute_kept(plan, static_args)
         trials = Trials(plan, static_args, names, snapshot)
         if trials.strays is not None:
             what = f"it looks at memory around the elements of {trials.strays} (as_strided), which a copy does not have"
@@ -164,6 +171,14 @@ def _bind(plan: Plan, args: Sequence[Any]) -> list[Any]:
     for use in plan.regions:
         static_args[use.index] = use.carry.view(use.extent)
     return static_args
+
+
+def _compute_kept(plan: Plan, static_args: list[Any]) -> None:
+    """Compute the values that the class keeps; where that is not possible, the way to run it that needs them goes."""
+    problem = plan.kept.bind(static_args) if plan.kept is not None else None
+    if problem is not None:
+        plan.notes.append(f"{plan.runs.pop(0)[0]} dropped: {problem}")
+        plan.kept = None
 
 
 def _baseline(
@@ -208,7 +223,7 @@ def _record_certified(
     """The first way to run the class whose bytes are the stock computation's; the others are noted and closed."""
     everything = [*static_args, *destinations(plan)]
     generators = snapshot.generators.of(device)
-    for name, run in plan.runs:
+    for name, run in list(plan.runs):
         recording = record(lambda run=run: run(*everything), device, generators)  # type: ignore[misc]
         if plan.host is not None:
             recording = HostedRecording(recording, plan.host)
@@ -228,6 +243,8 @@ def _record_certified(
             plan.notes.append(f"admitted: {name}")
             return recording
         recording.close()
+        plan.runs.pop(0)
+        plan.kept = None  # only the first way relies on them
         plan.notes.append(f"{name} dropped: {problem}")
         log.warning("%s: %s", ledger.name, plan.notes[-1])
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -15,6 +15,7 @@ from cadence_fx.admission import Admission
 from cadence_fx.binding import Binding, Instance, scalar_outputs
 from cadence_fx.catalog import CatalogEntry
 from cadence_fx.errors import CadenceError, NotCapturable, PassFailed, RetentionMismatch
+from cadence_fx.kept import KeptValues
 from cadence_fx.layout import Layout, in_layout, is_channels_last, layout_of
 from cadence_fx.ledger import log
 from cadence_fx.pairing import Pairing, extents
@@ -27,7 +28,7 @@ from cadence_fx.passes.provenance import Contradicted, Proved, prove_retentions
 from cadence_fx.plan import WATCHED, Miss, Plan, RegionUse
 from cadence_fx.residents import HostSide
 from cadence_fx.retention import Span
-from cadence_fx.signature import compare, is_lazy, region_key, scalar_key, tensor_key
+from cadence_fx.signature import compare, fixed_key, is_lazy, is_plain, region_key, scalar_key, tensor_key
 from cadence_fx.twins import fingerprint, in_terms_of
 
 if TYPE_CHECKING:
@@ -222,7 +223,16 @@ class GraphPlanner:
         fixed = binding.indices("fixed")
         # A declared state that this graph neither returns nor writes is an argument like any other.
         staged = [*binding.indices("staged"), *sorted({i.index for i in binding.instances} - {u.index for u in uses})]
-        context = PassContext(tuple(slots), frozenset(placeholders[i].name for i in fixed))
+        tied = {placeholders[i].name: i for i in fixed}
+        context = PassContext(
+            tuple(slots),
+            frozenset(tied),
+            unsteady=self._unsteady(args, tied, written, scratch),
+            origins={
+                name: repr((args[i].data_ptr(), fixed_key(args[i]))) for name, i in tied.items() if is_plain(args[i])
+            },
+            keep=program.keep.in_mode(ambient_state(self.device.type)),
+        )
         own = {use.index: use for use in uses}
         reference = self._layouts(args)
 
@@ -253,6 +263,11 @@ class GraphPlanner:
             rewritten = run_passes(prepared, context, passes[split:], [pass_.name for pass_ in passes[:split]])
             plan.runs.append(("rewritten in place", rewritten.forward))
             plan.draws = any(map(draws, aten.graph.nodes)) if all_known(aten.graph) else None
+            if context.slow is not None:
+                inputs = [tied[name] for name in context.slow.inputs]
+                plan.kept = KeptValues(
+                    context.slow, inputs, [self.names[i] for i in inputs], program.keep, program.restless
+                )
         except PassFailed as error:
             log.warning("%s: %s", program.ledger.name, error)
             plan.notes.append(str(error))
@@ -262,6 +277,27 @@ class GraphPlanner:
             plan.host = HostSide(context.host, context.premises, positions, staged)
         plan.notes.extend(context.notes)
         return plan
+
+    def _unsteady(
+        self, args: Sequence[Any], fixed: Mapping[str, int], written: set[int], scratch: set[int]
+    ) -> dict[str, str]:
+        """Fixed arguments from which nothing may be computed in advance: placeholder -> why."""
+        homes = {args[i].untyped_storage().data_ptr(): self.names[i] for i in written if is_plain(args[i])}
+        found = {}
+        for name, i in fixed.items():
+            if not is_plain(args[i]):
+                found[name] = "it is no plain tensor"
+            elif args[i].is_inference():
+                found[name] = "it was made in inference mode, where nobody counts writes"
+            elif i in scratch:
+                found[name] = "it is declared to mean nothing between calls"
+            elif args[i].untyped_storage().data_ptr() in homes:
+                found[name] = (
+                    f"its memory is that of {homes[args[i].untyped_storage().data_ptr()]}, which the call writes"
+                )
+            elif self.names[i] in self.program.restless:
+                found[name] = "it was written before each of several calls in a row"
+        return found
 
     def _regions(
         self, args: Sequence[Any], point: CatalogEntry, placeholders: list[fx.Node]

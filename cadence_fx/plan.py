@@ -17,6 +17,7 @@ from cadence_fx.layout import Layout
 from cadence_fx.storage import Carry
 
 if TYPE_CHECKING:
+    from cadence_fx.kept import KeptValues
     from cadence_fx.residents import HostSide
 
 
@@ -86,6 +87,7 @@ class Plan:
         altered: what the last run of `reference` has rebound in containers that a plain callable was given, in words.
         frozen: the user vouches that nobody rebinds them between calls.
         host: what runs on the host before each launch.
+        kept: the values that the first of the `runs` finds computed.
         beside: memory that is no argument and that the computation was seen to write.
         reached: storage addresses of the tensors that a plain callable finds by itself.
         compared: inputs on which the certificate has compared the class with eager; 0 before it.
@@ -111,6 +113,7 @@ class Plan:
     beside: list[torch.Tensor] = dataclasses.field(default_factory=list)
     reached: frozenset[int] = frozenset()
     host: HostSide | None = None
+    kept: KeptValues | None = None
 
     def predicted_bytes(self, args: Sequence[Any]) -> int:
         """Bytes of the inputs that are neither aliased nor fixed."""

@@ -1,8 +1,9 @@
 """Rewrites of static aten graphs. The only part of the backend that may name operators."""
 
-from cadence_fx.passes.base import HostPart, Pass, PassContext, PassResult, Premise, RegionSlot
+from cadence_fx.passes.base import HostPart, Pass, PassContext, PassResult, Premise, RegionSlot, SlowPart
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
+from cadence_fx.passes.hoist_slow import HoistSlow
 from cadence_fx.passes.pipeline import default_passes, register_pass, run_passes
 from cadence_fx.passes.provenance import (
     Contradicted,
@@ -21,6 +22,7 @@ __all__ = [
     "Contradicted",
     "FoldHostConstants",
     "HoistHostReads",
+    "HoistSlow",
     "HostPart",
     "Pass",
     "PassContext",
@@ -29,6 +31,7 @@ __all__ = [
     "Proved",
     "RegionSlot",
     "ReinplaceRetention",
+    "SlowPart",
     "SplitHost",
     "Unproved",
     "Verdict",

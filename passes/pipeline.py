@@ -16,6 +16,7 @@ from cadence_fx.errors import CadenceError, PassFailed
 from cadence_fx.passes.base import Pass, PassContext
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
+from cadence_fx.passes.hoist_slow import HoistSlow
 from cadence_fx.passes.reinplace_retention import ReinplaceRetention
 from cadence_fx.passes.split_host import SplitHost
 from cadence_fx.passes.verify_capturable import VerifyCapturable
@@ -47,6 +48,7 @@ def default_passes() -> list[Pass]:
         FoldHostConstants(),  # before the states are followed: what it leaves behind is constant and on the device
         SplitHost(),  # after the constants: what is left on the host changes from call to call
         ReinplaceRetention(),  # after whatever changes how a state is computed; its writes must stay at the end
+        HoistSlow(),  # after what follows states, which goes by constants; it writes nothing, and the writes stay last
         VerifyCapturable(),  # last: it judges the graph that will be recorded
     ]
 
