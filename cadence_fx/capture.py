@@ -41,6 +41,7 @@ class ReplayClass:
         returned: the states that leave the call as they came.
         reached: what a plain callable found in Python objects; None for a graph.
         touched: arguments that a launch writes where they are.
+        beside: what else it writes, as the tensors that a plain callable has.
         written: storage addresses of what the code writes in place and no call may bring under another name.
     """
 
@@ -56,6 +57,7 @@ class ReplayClass:
     effects: Effects
     returned: list[RegionUse]
     reached: Reached | None
+    beside: list[torch.Tensor]
     replays: int = 0
     touched: list[int] = dataclasses.field(init=False)
 
@@ -144,7 +146,7 @@ def capture(
         snapshot.restore()
     if recording is None:
         return Miss("certificate", "; ".join(plan.notes) or plan.label, lasting=True)
-    staged = set(plan.staged)
+    staged, beside = set(plan.staged), _homes(plan.beside)
     return ReplayClass(
         plan=plan,
         recording=recording,
@@ -158,6 +160,7 @@ def capture(
         effects=probed.effects,
         returned=[use for use in plan.regions if use.returned],
         reached=Reached(snapshot.python, plan.frozen) if snapshot.python is not None else None,
+        beside=[t for t in snapshot.python.tensors if _homes([t]) & beside] if snapshot.python is not None else [],
     )
 
 

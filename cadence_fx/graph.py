@@ -362,9 +362,12 @@ class GraphPlanner:
         return in_terms_of(*found, plan, self.names, args)
 
     def admitted(self, plan: Plan, args: Sequence[Any], entry: ReplayClass) -> None:
-        """Offer a captured class to other graphs."""
+        """Offer a captured class to other graphs; those that were dropped are let go, with all that they hold."""
+        twins = self.program.twins
+        for identity in [identity for identity, (each, _) in twins.items() if each.recording.closed]:
+            del twins[identity]
         if plan.fingerprint is not None:
-            self.program.twins[self._identity(plan, args)] = (entry, self.names)
+            twins[self._identity(plan, args)] = (entry, self.names)
 
     def _identity(self, plan: Plan, args: Sequence[Any]) -> Any:
         """What two graphs must share to share a class: the computation and the signature of the call. Dynamo compiles

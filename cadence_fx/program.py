@@ -258,6 +258,7 @@ class Program:
                 table.clear()
             self.carries.clear()  # a state that is still held keeps its memory alive
             self.graphs.clear()
+            self.twins.clear()
             self.closed = True
 
     @classmethod

@@ -138,8 +138,8 @@ class ReplayTable:
         copy_all(entry.buffers, [args[i] for i in plan.staged])
         if entry.recording.static_outputs:
             raw = entry.recording.launch()
-            if entry.touched:  # a launch writes behind PyTorch's back, and others go by its count of writes
-                increment_version([args[i] for i in entry.touched])
+            if entry.touched or entry.beside:  # PyTorch counts writes, others go by it, and a launch is not counted
+                increment_version([*(args[i] for i in entry.touched), *entry.beside])
         else:
             raw = self._launch_on_host(entry, args)
         for i, buffer in entry.copy_back:

@@ -138,10 +138,9 @@ def add_tensor(gm: fx.GraphModule, prefix: str, value: torch.Tensor, like: torch
 
     ``like`` is a traced tensor of its geometry.
     """
-    number = gm.meta.get(f"cadence_next{prefix}", 0)  # without it, each would look past all before it
+    number = 0
     while hasattr(gm, f"{prefix}{number}"):
         number += 1
-    gm.meta[f"cadence_next{prefix}"] = number + 1
     gm.register_buffer(f"{prefix}{number}", value, persistent=False)
     node = gm.graph.get_attr(f"{prefix}{number}")
     # The traced value stands for the tensor in later passes, which compare storages; a shared one would alias.

@@ -42,7 +42,6 @@ from cadence_fx.passes.constants import VARIES, attribute
 from cadence_fx.passes.graphs import (
     GraphFacts,
     OpOverload,
-    add_tensor,
     location,
     output_node,
     tensors_in,
@@ -235,7 +234,12 @@ def _is_dense(val: torch.Tensor) -> bool:
     """Whether a tensor is plain numbers that fill memory from its start, in whatever order of axes."""
     if val.layout is not torch.strided or val.is_quantized or val.is_conj() or val.is_neg() or val.storage_offset():
         return False
-    return torch.empty_like(val).stride() == val.stride()
+    following = 1
+    for stride, size in sorted(zip(val.stride(), val.shape, strict=True)):
+        if size > 1 and stride != following:
+            return False
+        following *= size
+    return True
 
 
 def _take_out(gm: fx.GraphModule, ctx: PassContext, frontier: _Frontier) -> SlowPart:
@@ -263,8 +267,9 @@ def _take_out(gm: fx.GraphModule, ctx: PassContext, frontier: _Frontier) -> Slow
                 stand_in = gm.graph.get_attr(known[name])
             else:
                 resident = ctx.keep(name, node.meta["val"])
-                stand_in = add_tensor(gm, "_kept_", resident, node.meta["val"])
-                target = known[name] = str(stand_in.target)
+                target = known[name] = f"_kept_{len(residents)}"
+                gm.register_buffer(target, resident, persistent=False)
+                stand_in = gm.graph.get_attr(target)
                 residents[target] = resident
                 part.call_function(_fill, (part.get_attr(target), copies[node]))
         # Nothing else has the storage of the traced value, and by it later passes know the views of it.
