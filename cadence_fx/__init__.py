@@ -29,6 +29,7 @@ from cadence_fx.errors import UnknownArgument as UnknownArgument
 from cadence_fx.errors import UnknownState as UnknownState
 from cadence_fx.errors import UnusedClock as UnusedClock
 from cadence_fx.errors import WrongModule as WrongModule
+from cadence_fx.refresh import refresh as refresh
 from cadence_fx.replay import ExactShapeReplay as ExactShapeReplay
 from cadence_fx.report import Report as Report
 from cadence_fx.report import report as report
@@ -76,6 +77,7 @@ __all__ = [
     "declare",
     "deterministic",
     "disabled",
+    "refresh",
     "report",
     "restore",
     "warm_up",

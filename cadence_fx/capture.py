@@ -41,6 +41,8 @@ class ReplayClass:
         effects: the verdict under which it was admitted.
         returned: the states that leave the call as they came.
         reached: what a plain callable found in Python objects; None for a graph.
+        touched: arguments that a launch writes where they are.
+        beside: what else it writes, as the tensors that a plain callable has.
         written: storage addresses of what the code writes in place and no call may bring under another name.
     """
 
@@ -56,7 +58,13 @@ class ReplayClass:
     effects: Effects
     returned: list[RegionUse]
     reached: Reached | None
+    beside: list[torch.Tensor]
     replays: int = 0
+    touched: list[int] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        in_place = [use.index for use in self.plan.regions if use.output is None]
+        self.touched = [*sorted(set(self.plan.mutated) & set(self.plan.fixed)), *in_place]
 
 
 def unfit(plan: Plan, args: Sequence[Any], names: Sequence[str], device: torch.device) -> Miss | None:
@@ -137,7 +145,7 @@ def capture(
     plan.ways = ()  # they hold the graph
     if recording is None:
         return Miss("certificate", "; ".join(plan.notes) or plan.label, lasting=True)
-    staged = set(plan.staged)
+    staged, beside = set(plan.staged), _homes(plan.beside)
     return ReplayClass(
         plan=plan,
         recording=recording,
@@ -151,6 +159,7 @@ def capture(
         effects=probed.effects,
         returned=[use for use in plan.regions if use.returned],
         reached=Reached(snapshot.python, plan.frozen) if snapshot.python is not None else None,
+        beside=[t for t in snapshot.python.tensors if _homes([t]) & beside] if snapshot.python is not None else [],
     )
 
 
@@ -209,13 +218,19 @@ def _record_certified(
     everything = [*static_args, *destinations(plan)]
     generators = snapshot.generators.of(device)
     for way in plan.ways:
-        plan.host = way.host
+        plan.host, plan.kept = way.host, way.kept
         if way.host is not None:
             refused = way.host.bind(static_args, plan.label)
             snapshot.restore()
             if refused is not None:
                 return refused
-        edited = EditContext([static_args[i] for i in plan.fixed if i not in plan.written], device, way.cleared)
+        kept = way.kept.residents if way.kept is not None else ()
+        unkept = way.kept.bind(static_args) if way.kept is not None else None
+        if unkept is not None:
+            _dropped(plan, way, unkept, ledger)
+            continue
+        constants = [*(static_args[i] for i in plan.fixed if i not in plan.written), *kept]
+        edited = EditContext(constants, device, way.cleared)
         try:
             recording = record(lambda run=way.run: run(*everything), device, generators, way.edits, edited)  # type: ignore[misc]
         except EditFailed as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -18,7 +18,7 @@ from cadence_fx.errors import CadenceError, NotCapturable, RetentionMismatch
 from cadence_fx.layout import Layout, in_layout, is_channels_last, layout_of
 from cadence_fx.ledger import log
 from cadence_fx.pairing import Pairing, extents
-from cadence_fx.passes import RegionSlot, select_edits, select_passes
+from cadence_fx.passes import PassContext, RegionSlot, select_edits, select_passes
 from cadence_fx.passes.effects import all_known, draws
 from cadence_fx.passes.graphs import GraphFacts, output_node
 from cadence_fx.passes.graphs import location as _location
@@ -26,7 +26,7 @@ from cadence_fx.passes.layout import give_layout, reads_layout
 from cadence_fx.passes.provenance import Contradicted, Proved, prove_retentions
 from cadence_fx.plan import WATCHED, Miss, Plan, RegionUse
 from cadence_fx.retention import Span
-from cadence_fx.signature import compare, is_lazy, region_key, scalar_key, tensor_key
+from cadence_fx.signature import compare, fixed_key, is_lazy, is_plain, region_key, scalar_key, tensor_key
 from cadence_fx.twins import fingerprint, in_terms_of
 from cadence_fx.ways import Subject, ways
 
@@ -224,6 +224,22 @@ class GraphPlanner:
         staged = [*binding.indices("staged"), *sorted({i.index for i in binding.instances} - {u.index for u in uses})]
         passes = select_passes(program.passes)
         edits = select_edits(program.passes) if self.device.type == "cuda" else []
+        tied = {placeholders[i].name: i for i in fixed}
+
+        def context() -> PassContext:
+            return PassContext(
+                tuple(slots),
+                frozenset(tied),
+                unsteady=self._unsteady(args, tied, written, scratch),
+                origins={
+                    name: repr((args[i].data_ptr(), fixed_key(args[i])))
+                    for name, i in tied.items()
+                    if is_plain(args[i])
+                },
+                keep=program.keep.in_mode(ambient_state(self.device.type)),
+            )
+
+        subject = Subject(aten, uses, staged, self.names, context, program.keep, program.restless)
         own = {use.index: use for use in uses}
         reference = self._layouts(args)
 
@@ -233,7 +249,7 @@ class GraphPlanner:
             )
 
         plan = Plan(
-            ways=ways(Subject(aten, slots, uses, fixed, staged), passes, edits, program.ledger.name),
+            ways=ways(subject, passes, edits, program.ledger.name),
             reference=stock,
             label=str(point),
             fixed=fixed,
@@ -247,6 +263,27 @@ class GraphPlanner:
         )
         plan.notes.extend(f"{self.names[i]} is read in the layout {layout}" for i, layout in layouts.items())
         return plan
+
+    def _unsteady(
+        self, args: Sequence[Any], fixed: Mapping[str, int], written: set[int], scratch: set[int]
+    ) -> dict[str, str]:
+        """Fixed arguments from which nothing may be computed in advance: placeholder -> why."""
+        homes = {args[i].untyped_storage().data_ptr(): self.names[i] for i in written if is_plain(args[i])}
+        found = {}
+        for name, i in fixed.items():
+            if not is_plain(args[i]):
+                found[name] = "it is no plain tensor"
+            elif args[i].is_inference():
+                found[name] = "it was made in inference mode, where nobody counts writes"
+            elif i in scratch:
+                found[name] = "it is declared to mean nothing between calls"
+            elif args[i].untyped_storage().data_ptr() in homes:
+                found[name] = (
+                    f"its memory is that of {homes[args[i].untyped_storage().data_ptr()]}, which the call writes"
+                )
+            elif self.names[i] in self.program.restless:
+                found[name] = "it was written before each of several calls in a row"
+        return found
 
     def _regions(
         self, args: Sequence[Any], point: CatalogEntry, placeholders: list[fx.Node]
@@ -311,9 +348,12 @@ class GraphPlanner:
         return in_terms_of(*found, plan, self.names, args)
 
     def admitted(self, plan: Plan, args: Sequence[Any], entry: ReplayClass) -> None:
-        """Offer a captured class to other graphs."""
+        """Offer a captured class to other graphs; those that were dropped are let go, with all that they hold."""
+        twins = self.program.twins
+        for identity in [identity for identity, (each, _) in twins.items() if each.recording.closed]:
+            del twins[identity]
         if plan.fingerprint is not None:
-            self.program.twins[self._identity(plan, args)] = (entry, self.names)
+            twins[self._identity(plan, args)] = (entry, self.names)
 
     def _identity(self, plan: Plan, args: Sequence[Any]) -> Any:
         """What two graphs must share to share a class: the computation and the signature of the call. Dynamo compiles

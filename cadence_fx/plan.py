@@ -17,6 +17,7 @@ from cadence_fx.layout import Layout
 from cadence_fx.storage import Carry
 
 if TYPE_CHECKING:
+    from cadence_fx.kept import KeptValues
     from cadence_fx.passes import Edit
     from cadence_fx.residents import HostSide
 
@@ -73,6 +74,7 @@ class Way:
             order of `Plan.regions`; returns the flat outputs. A region's output is written to its destination.
         host: what runs on the host before each launch.
         notes: what was done and what was refused on the way here.
+        kept: the values that it finds computed.
         edits: what is done to the captured graph.
         cleared: see `EditContext`.
     """
@@ -81,6 +83,7 @@ class Way:
     run: Callable[..., Sequence[Any]]
     host: HostSide | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
+    kept: KeptValues | None = None
     edits: Sequence[Edit] = ()
     cleared: Sequence[torch.Tensor] = ()
 
@@ -105,7 +108,7 @@ class Plan:
         owner: the plain callable, whose objects may be rebound while it runs; None for a graph.
         altered: what the last run of `reference` has rebound in containers that a plain callable was given, in words.
         frozen: the user vouches that nobody rebinds them between calls.
-        host: what runs on the host before each launch of the way that is tried or admitted.
+        host, kept: those of the way that is tried or admitted.
         beside: memory that is no argument and that the computation was seen to write.
         reached: storage addresses of the tensors that a plain callable finds by itself.
         compared: inputs on which the certificate has compared the class with eager; 0 before it.
@@ -131,6 +134,7 @@ class Plan:
     beside: list[torch.Tensor] = dataclasses.field(default_factory=list)
     reached: frozenset[int] = frozenset()
     host: HostSide | None = None
+    kept: KeptValues | None = None
 
     def predicted_bytes(self, args: Sequence[Any]) -> int:
         """Bytes of the inputs that are neither aliased nor fixed."""

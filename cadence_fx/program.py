@@ -24,6 +24,7 @@ from cadence_fx.catalog import Catalog, CatalogEntry
 from cadence_fx.contract import Contract
 from cadence_fx.errors import ContractError, UnknownArgument, WrongModule, unknown_name
 from cadence_fx.graph import GraphPlanner
+from cadence_fx.kept import Keep
 from cadence_fx.ledger import Ledger
 from cadence_fx.locks import new_lock
 from cadence_fx.passes import Choice, select_passes, stage_reads
@@ -51,6 +52,8 @@ class Program:
         sizes: argument path → shape in the declared stream, as first seen; only a declared Input lets an axis vary.
         twins: what a class computes and for which call → the class and the accessors of its arguments, so that another
             Dynamo graph of the very same computation shares the recording.
+        keep: memory of values that are computed once; classes share it.
+        restless: weights that are written before every call, so that nothing is computed from them in advance.
         settled: catalog entries for which a class was captured or refused for good.
         signatures: catalog entry → what its captured calls looked like, by accessor.
         attributes: path -> value of the module's attributes and buffers when warm-up began, while it lasts.
@@ -73,6 +76,8 @@ class Program:
         self.proofs: dict[tuple[str, int, int], str] = {}
         self.sizes: dict[paths.Path, tuple[int, ...]] = {}
         self.twins: dict[Any, tuple[ReplayClass, list[str]]] = {}
+        self.keep = Keep()
+        self.restless: set[str] = set()
         self.settled: set[CatalogEntry] = set()
         self.signatures: dict[CatalogEntry, list[dict[str, tuple[Any, ...]]]] = {}
         self.attributes: Mapping[paths.Path, Any] | None = None
@@ -261,6 +266,7 @@ class Program:
                 table.clear()
             self.carries.clear()  # a state that is still held keeps its memory alive
             self.graphs.clear()
+            self.twins.clear()
             self.closed = True
 
     @classmethod

@@ -40,6 +40,9 @@ class Recording(Protocol):
     def launch(self) -> Sequence[Any]:
         """Execute once on the current stream; returns the flat outputs."""
 
+    def forget(self) -> None:
+        """Take all that was made of constants in advance to be wrong."""
+
     def close(self) -> None:
         """Give up everything the recording holds."""
 
@@ -56,6 +59,9 @@ class HostRecording:
 
     def launch(self) -> Sequence[Any]:
         return self._run()
+
+    def forget(self) -> None:
+        pass  # nothing was made in advance
 
     def close(self) -> None:
         self.closed = True
@@ -92,6 +98,9 @@ class CudaRecording:
     def launch(self) -> Sequence[Any]:
         self._replay()
         return self._outputs
+
+    def forget(self) -> None:
+        pass  # nothing was made in advance
 
     def close(self) -> None:
         if not self.closed:

@@ -116,6 +116,7 @@ def _class_facts(classes: list[ReplayClass], refused: Sequence[Miss]) -> dict[st
                 "capture_seconds": round(c.capture_seconds, 3),
                 "staging_bytes": c.staging_bytes,
                 "pool_bytes": c.recording.nbytes,
+                "kept_bytes": c.plan.kept.nbytes if c.plan.kept is not None else 0,
                 "compared_inputs": c.plan.compared,
                 "notes": list(c.plan.notes),
             }
@@ -129,16 +130,20 @@ def _captured_entries(program: Program) -> set[str]:
 
 
 def _bytes(program: Program, classes: list[ReplayClass]) -> dict[str, int]:
-    """The paper's equation (6): staged inputs of every class, plus each region's storage once."""
+    """The paper's equation (6): staged inputs of every class, plus each region's storage once, plus what is computed
+    once and kept, which classes share."""
     workspaces: dict[str, int] = {}
     carries: dict[tuple[Any, ...], int] = {}
     for planner, _ in program.graphs:
         workspaces.update(_workspaces(program, planner))
         carries.update(planner.predicted_carries())
+    kept = {id(t): t for c in classes if c.plan.kept is not None for t in c.plan.kept.residents}
     return {
         "predicted_staging": sum(c.staging_bytes for c in classes),
         "measured_staging": sum(b.untyped_storage().nbytes() for c in classes for b in c.buffers),
         "predicted_carries": sum(carries.values()),
+        "predicted_kept": sum(t.numel() * t.element_size() for t in kept.values()),
+        "measured_kept": sum(t.untyped_storage().nbytes() for t in kept.values()),
         "measured_carries": sum(c.flat.untyped_storage().nbytes() for c in program.carries.values()),
         "workspaces": sum(workspaces.values()),
         "pool": sum(c.recording.nbytes for c in classes),

@@ -34,14 +34,16 @@ class Watch:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], by_version: bool = False) -> None:
-        self._tensors = [t for t in tensors if t.numel()]  # alive as long as their bytes are looked at
-        small = [t for t in self._tensors if t.device.type == "cpu" and _extent(t) <= COMPARED]
-        others = [t for t in self._tensors if not any(t is known for known in small)]
-        self._windows = [(ctypes.c_char * _extent(t)).from_address(t.data_ptr()) for t in small]
+        found = list({id(t): t for t in tensors if t.numel()}.values())
+        small = [t.device.type == "cpu" and _extent(t) <= COMPARED for t in found]
+        self._small = [t for t, is_small in zip(found, small, strict=True) if is_small]  # alive while looked at
+        others = [t for t, is_small in zip(found, small, strict=True) if not is_small]
+        self._windows = [(ctypes.c_char * _extent(t)).from_address(t.data_ptr()) for t in self._small]
         self._bytes = [window.raw for window in self._windows]
         self.blind = bool(others) and (not by_version or any(t.is_inference() for t in others))
         self._counted = [] if self.blind else others
         self._versions = [t._version for t in self._counted]
+        self._written: list[torch.Tensor] = []
         self._forgotten = False
 
     def forget(self) -> None:
@@ -50,14 +52,19 @@ class Watch:
 
     def changed(self) -> bool:
         """Whether anything may have been written since the last call of this."""
-        found, self._forgotten = self.blind or self._forgotten, False
-        for i, window in enumerate(self._windows):
-            if window.raw != self._bytes[i]:
-                self._bytes[i], found = window.raw, True
-        for i, tensor in enumerate(self._counted):
-            if tensor._version != self._versions[i]:
-                self._versions[i], found = tensor._version, True
-        return found
+        raw = [window.raw for window in self._windows]
+        versions = [t._version for t in self._counted]
+        if raw == self._bytes and versions == self._versions and not self._forgotten:
+            return self.blind
+        before, after = [*self._bytes, *self._versions], [*raw, *versions]
+        tensors = [*self._small, *self._counted]
+        self._written = [t for t, old, new in zip(tensors, before, after, strict=True) if old != new]
+        self._bytes, self._versions, self._forgotten = raw, versions, False
+        return True
+
+    def written(self) -> list[torch.Tensor]:
+        """What was found to be written when something last was, as far as that can be told."""
+        return self._written
 
 
 def _extent(tensor: torch.Tensor) -> int:
@@ -164,6 +171,9 @@ class HostedRecording:
     def launch(self) -> Sequence[Any]:
         return self._host.complete(self._inner.launch())
 
+    def forget(self) -> None:
+        self._inner.forget()
+
     def close(self) -> None:
         self.closed = True
         self._inner.close()
@@ -192,6 +202,11 @@ class RefreshedRecording:
                 if watch.changed():
                     refresh()
         return self._inner.launch()
+
+    def forget(self) -> None:
+        for watch in (self._watch, *(watch for watch, _ in self._watches)):
+            watch.forget()
+        self._inner.forget()
 
     def close(self) -> None:
         self.closed = True

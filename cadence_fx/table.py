@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from cadence_fx._torch import copy_all, pointers_equal
 from cadence_fx.capture import ReplayClass, capture, overlap, unfit
@@ -124,6 +125,8 @@ class ReplayTable:
             problem = use.carry.make_room(args[use.index], in_place=use.output is None)
             if problem is not None:
                 return self._miss(args, Miss(*problem))
+        if plan.kept is not None and (changed := plan.kept.enter(args)) is not None:
+            return self._unkept(key, changed, args)
         if plan.host is not None:
             changed = plan.host.enter(args)
             if changed is not None:
@@ -133,7 +136,12 @@ class ReplayTable:
         for use in entry.returned:
             use.carry.release(args[use.index])
         copy_all(entry.buffers, [args[i] for i in plan.staged])
-        raw = entry.recording.launch() if entry.recording.static_outputs else self._launch_on_host(entry, args)
+        if entry.recording.static_outputs:
+            raw = entry.recording.launch()
+            if entry.touched or entry.beside:  # PyTorch counts writes, others go by it, and a launch is not counted
+                increment_version([*(args[i] for i in entry.touched), *entry.beside])
+        else:
+            raw = self._launch_on_host(entry, args)
         for i, buffer in entry.copy_back:
             args[i].copy_(buffer)
         entry.replays += 1
@@ -184,6 +192,13 @@ class ReplayTable:
             self.ledger.invalidate("address", f"{name} moved")
             self.drop(key)
         return self._miss(args, Miss("address", f"{name} is not where it was captured"))
+
+    def _unkept(self, key: tuple[Any, ...], changed: Miss, args: Sequence[Any]) -> Any:
+        """Values that a class keeps are not what they were; where they never will be for long, it is captured anew."""
+        if changed.lasting:
+            self.ledger.invalidate("restless_value", changed.detail)
+            self.drop(key)
+        return self._miss(args, changed)
 
     def _rebound(self, what: str, args: Sequence[Any]) -> Any:
         """A plain callable would find something else in its objects: like `_moved`."""

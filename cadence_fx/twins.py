@@ -85,6 +85,7 @@ def in_terms_of(
             staged=[moved[i] for i in entry.plan.staged],
             mutated=[moved[i] for i in entry.plan.mutated],
             host=entry.plan.host.moved(moved) if entry.plan.host is not None else None,
+            kept=entry.plan.kept.moved(moved) if entry.plan.kept is not None else None,
             label=entry.plan.label,
         ),
         rules=[rule(r) for r in entry.rules],

@@ -16,8 +16,9 @@ import torch
 from torch import fx
 
 from cadence_fx.errors import NotCapturable, PassFailed
+from cadence_fx.kept import Keep, KeptValues
 from cadence_fx.ledger import log
-from cadence_fx.passes import Edit, Pass, PassContext, RegionSlot, SplitHost, is_needed, run_passes
+from cadence_fx.passes import Edit, Pass, PassContext, SplitHost, is_needed, run_passes
 from cadence_fx.plan import RegionUse, Way
 from cadence_fx.residents import HostSide
 
@@ -27,25 +28,35 @@ class Subject:
     """The static graph of one class, and what is known of its arguments.
 
     Attributes:
-        slots: the states, as passes see them; `uses`, as the engine does.
-        fixed, staged: indices of the arguments bound by pointer, and of those copied in on each call.
+        uses: the states.
+        staged: indices of the arguments that are copied in on each call.
+        names: what the user calls each argument.
+        context: new facts for the passes of one way.
+        keep, restless: see `KeptValues`.
     """
 
     aten: fx.GraphModule
-    slots: Sequence[RegionSlot]
     uses: Sequence[RegionUse]
-    fixed: Sequence[int]
     staged: Sequence[int]
+    names: Sequence[str]
+    context: Callable[[], PassContext]
+    keep: Keep
+    restless: set[str]
 
-    def context(self) -> PassContext:
-        placeholders = self.aten.graph.find_nodes(op="placeholder")
-        return PassContext(tuple(self.slots), frozenset(placeholders[i].name for i in self.fixed))
+    def _positions(self) -> dict[str, int]:
+        return {node.name: i for i, node in enumerate(self.aten.graph.find_nodes(op="placeholder"))}
 
     def host(self, context: PassContext) -> HostSide | None:
         if context.host is None and not context.premises:
             return None
-        positions = {node.name: i for i, node in enumerate(self.aten.graph.find_nodes(op="placeholder"))}
-        return HostSide(context.host, context.premises, positions, self.staged)
+        return HostSide(context.host, context.premises, self._positions(), self.staged)
+
+    def kept(self, context: PassContext) -> KeptValues | None:
+        if context.slow is None:
+            return None
+        positions = self._positions()
+        inputs = [positions[name] for name in context.slow.inputs]
+        return KeptValues(context.slow, inputs, [self.names[i] for i in inputs], self.keep, self.restless)
 
 
 def ways(subject: Subject, passes: Sequence[Pass], edits: Sequence[Edit], name: str) -> Iterator[Way]:
@@ -104,7 +115,14 @@ def _rewritten(
             passes.remove(failed)
             continue
         optional = {pass_.name for pass_ in passes if not is_needed(pass_)}
-        way = Way(text, gm.forward, subject.host(context), [*notes, *context.notes], cleared=tuple(context.cleared))
+        way = Way(
+            text,
+            gm.forward,
+            subject.host(context),
+            [*notes, *context.notes],
+            kept=subject.kept(context),
+            cleared=tuple(context.cleared),
+        )
         return way, [each for each in context.modified if each in optional]
 
 

@@ -1,12 +1,13 @@
 """Rewrites of static aten graphs. The only part of the backend that may name operators."""
 
-from cadence_fx.passes.base import HostPart, Pass, PassContext, PassResult, Premise, RegionSlot
+from cadence_fx.passes.base import HostPart, Pass, PassContext, PassResult, Premise, RegionSlot, SlowPart
 from cadence_fx.passes.captured import CapturedGraph, CapturedNode, Edit, EditContext
 from cadence_fx.passes.clear_once import ClearOnce
 from cadence_fx.passes.cleared_products import ClearedProducts
 from cadence_fx.passes.drop_scalings import DropScalings
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
+from cadence_fx.passes.hoist_slow import HoistSlow
 from cadence_fx.passes.jit_chains import JitChains
 from cadence_fx.passes.keep_conversions import KeepConversions
 from cadence_fx.passes.merge_common import MergeCommon
@@ -45,6 +46,7 @@ __all__ = [
     "EditContext",
     "FoldHostConstants",
     "HoistHostReads",
+    "HoistSlow",
     "HostPart",
     "KeepConversions",
     "JitChains",
@@ -56,6 +58,7 @@ __all__ = [
     "Proved",
     "RegionSlot",
     "ReinplaceRetention",
+    "SlowPart",
     "SplitHost",
     "Unproved",
     "Verdict",

@@ -7,6 +7,7 @@ node returns one flat list. A pass may move work and storage; no pass may move a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -17,7 +18,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 if TYPE_CHECKING:
     from cadence_fx.contract import Region
 
-__all__ = ["HostPart", "Pass", "PassContext", "PassResult", "Premise", "RegionSlot"]
+__all__ = ["HostPart", "Pass", "PassContext", "PassResult", "Premise", "RegionSlot", "SlowPart"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,22 @@ class HostPart:
     writes: bool  # whether it writes an input
 
 
+@dataclass(frozen=True, slots=True)
+class SlowPart:
+    """The part of a graph that depends on constants and on inputs at fixed addresses alone, and runs when these change.
+
+    ``graph`` takes ``inputs`` (placeholder names), fills ``residents`` and returns nothing.
+    """
+
+    graph: fx.GraphModule
+    inputs: tuple[str, ...]
+    residents: tuple[torch.Tensor, ...]  # where the rest of the graph finds the values
+
+
+def _private(name: str, like: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
+
 @dataclass(slots=True)
 class PassContext:
     """The facts shared by the passes of one graph; passes replace ``regions`` entries and append to ``notes``."""
@@ -78,6 +95,13 @@ class PassContext:
     host: HostPart | None = None  # what runs on the host before each launch
     cleared: list[torch.Tensor] = field(default_factory=list)  # holds zeros whenever a product writes its result there
     modified: list[str] = field(default_factory=list)  # the passes that changed the graph, in order; the runner's
+    # Of the frozen inputs, those that nothing may be computed from in advance, and why.
+    unsteady: Mapping[str, str] = field(default_factory=dict)
+    # What tells the memory of a frozen input, and how it is read, from that of others in other graphs too.
+    origins: Mapping[str, str] = field(default_factory=dict)
+    # Memory for a value that is kept, by a name that says what computes it, and a traced tensor of its geometry.
+    keep: Callable[[str, torch.Tensor], torch.Tensor] = _private
+    slow: SlowPart | None = None  # what runs when an input at a fixed address has been written
 
 
 @runtime_checkable

@@ -10,9 +10,23 @@ import torch.fx as fx
 
 from cadence_fx.passes.graphs import GraphFacts, OpOverload, is_impure
 
-__all__ = ["VARIES", "Constants"]
+__all__ = ["VARIES", "Constants", "attribute", "is_constant_attribute"]
 
 VARIES = "cadence_varies"  # in the meta of a tensor attribute that is filled anew before each launch
+
+
+def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
+    """What a ``get_attr`` node reads."""
+    value: Any = gm
+    for name in str(node.target).split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def is_constant_attribute(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a ``get_attr`` node reads a plain tensor that stays what it is unless the graph itself writes it."""
+    value = attribute(gm, node)
+    return type(value) is torch.Tensor and value.device.type != "meta" and not node.meta.get(VARIES)
 
 
 class Constants:
@@ -52,22 +66,13 @@ class Constants:
         if self._facts.writes_to(node):
             return False
         if node.op == "get_attr":
-            if node.meta.get(VARIES):
-                return False
-            value = self._attribute(node)
-            return isinstance(value, torch.Tensor) and type(value) is torch.Tensor and value.device.type != "meta"
+            return is_constant_attribute(self._gm, node)
         if node.op != "call_function" or is_impure(node):
             return node.op == "call_function" and node.target is torch.ops.aten.detach_.default
         if node.target is operator.getitem:
             return True
         # Memory that nothing has written holds no constant.
         return isinstance(node.target, OpOverload) and "empty" not in node.target._schema.name
-
-    def _attribute(self, node: fx.Node) -> Any:
-        value: Any = self._gm
-        for name in str(node.target).split("."):
-            value = getattr(value, name, None)
-        return value
 
     def _value(self, node: fx.Node) -> Any:
         if node not in self._known:
@@ -82,7 +87,7 @@ class Constants:
 
     def _compute(self, node: fx.Node) -> Any:
         if node.op == "get_attr":
-            return self._attribute(node)
+            return attribute(self._gm, node)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: self._known[arg])
         target: Any = node.target
         return target(*args, **kwargs)

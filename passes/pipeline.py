@@ -20,6 +20,7 @@ from cadence_fx.passes.cleared_products import ClearedProducts
 from cadence_fx.passes.drop_scalings import DropScalings
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
+from cadence_fx.passes.hoist_slow import HoistSlow
 from cadence_fx.passes.jit_chains import JitChains
 from cadence_fx.passes.keep_conversions import KeepConversions
 from cadence_fx.passes.merge_common import MergeCommon
@@ -72,6 +73,7 @@ def _all() -> list[Pass]:
         SplitHost(),  # after the constants: what is left on the host changes from call to call
         MergeCommon(),  # before the states are written in place: nothing is written yet that the code does not write
         ReinplaceRetention(),  # after whatever changes how a state is computed; its writes must stay at the end
+        HoistSlow(),  # after what follows states, which goes by constants; it writes nothing, and the writes stay last
         JitChains(),  # after the writes on states, which are no part of a chain
         ClearedProducts(),  # after whatever decides which products there are and how long their results live
         VerifyCapturable(),  # last: it judges the graph that will be recorded

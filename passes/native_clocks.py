@@ -1,0 +1,76 @@
+"""The native clock of every value: the slowest rate at which it can change, the join of what it depends on."""
+
+from __future__ import annotations
+
+import enum
+import operator
+from collections.abc import Container
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from cadence_fx.passes.constants import is_constant_attribute
+from cadence_fx.passes.effects import draws, reads_value
+from cadence_fx.passes.graphs import GraphFacts, OpOverload, may_write, schema, tensors_in
+
+__all__ = ["NativeClock", "native_clocks"]
+
+
+class NativeClock(enum.IntEnum):
+    """When a value can change, from never to in every call. The join of two is the larger one."""
+
+    CONSTANT = 0
+    PROCESS = 1  # with the weights: inputs at fixed addresses, whoever writes them between calls
+    CALL = 2
+
+
+def native_clocks(gm: fx.GraphModule, facts: GraphFacts, steady: Container[str]) -> dict[fx.Node, NativeClock]:
+    """The native clock of each node.
+
+    A value that the graph writes, draws, takes from memory without contents or needs on the host follows the call,
+    whatever it depends on.
+
+    Args:
+        steady: names of the placeholders that keep their memory and that only others write, between calls.
+    """
+    clocks: dict[fx.Node, NativeClock] = {}
+    for node in gm.graph.nodes:
+        clocks[node] = _clock(gm, node, facts, steady, clocks)
+    return clocks
+
+
+def _clock(
+    gm: fx.GraphModule,
+    node: fx.Node,
+    facts: GraphFacts,
+    steady: Container[str],
+    clocks: dict[fx.Node, NativeClock],
+) -> NativeClock:
+    if not _holds_tensors(node.meta.get("val")) or facts.writes_to(node):
+        return NativeClock.CALL
+    if node.op == "placeholder":
+        return NativeClock.PROCESS if node.name in steady else NativeClock.CALL
+    if node.op == "get_attr":
+        return NativeClock.CONSTANT if is_constant_attribute(gm, node) else NativeClock.CALL
+    if node.op != "call_function" or not _only_computes(node):
+        return NativeClock.CALL
+    return max((clocks[used] for used in node.all_input_nodes), default=NativeClock.CONSTANT)
+
+
+def _holds_tensors(val: Any) -> bool:
+    if isinstance(val, (list, tuple)):
+        return bool(val) and all(isinstance(each, torch.Tensor) for each in val)
+    return any(True for _ in tensors_in(val))
+
+
+def _only_computes(node: fx.Node) -> bool:
+    """Whether a call does nothing but compute its result, from nothing but its arguments."""
+    target: Any = node.target
+    if target is operator.getitem:
+        return True
+    if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
+        return False
+    if draws(node) or reads_value(target) or may_write(node) or not schema(node).returns:
+        return False
+    return "empty" not in target._schema.name  # memory that nothing has written may hold anything
