@@ -3,7 +3,6 @@ weights that they come from."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import timeit
@@ -27,9 +26,10 @@ from cadence_fx.contract import Contract, Region
 from cadence_fx.errors import NotCompiled
 from cadence_fx.kept import Keep, KeptValues
 from cadence_fx.lookup import program_of
-from cadence_fx.passes import hoist_slow
+from cadence_fx.passes import PassResult, hoist_slow
 from cadence_fx.passes.base import SlowPart
 from cadence_fx.retention import KeepLast
+from tests.backend import test_host_side as host_side
 from tests.harness import assert_same, compile_with, counts
 
 C, STEPS = 16, 3
@@ -166,7 +166,7 @@ def test_operators_and_bytes_by_hand(play: Play, monkeypatch: pytest.MonkeyPatch
         what = f"{gone + STEPS} operators are run once, {values} values of 7 inputs are kept in {KEPT_BYTES} bytes"
         assert note == f"hoist_slow: {what}"
     with_it = per_launch(play.step)
-    monkeypatch.setattr(hoist_slow.HoistSlow, "__call__", lambda self, gm, ctx: hoist_slow.PassResult(gm, False))
+    monkeypatch.setattr(hoist_slow.HoistSlow, "__call__", lambda self, gm, ctx: PassResult(gm, False))
     torch._dynamo.reset()
     without = Play(Solver())
     assert {n + gone for n in with_it} == per_launch(without.step)
@@ -289,6 +289,27 @@ def test_an_audit_finds_a_write_that_nobody_counted(play: Play) -> None:
         play.call()
 
 
+@pytest.mark.usefixtures("_on_a_device")
+def test_refresh_makes_checks_anew() -> None:
+    """Of a window that `istft` would raise for."""
+    both = host_side.Play(host_side.BufferWindow())
+    both.call(4)
+    both.both(lambda m: m.window.data.zero_())
+    cadence_fx.refresh(both.step)
+    with pytest.raises(RuntimeError, match="window overlap add min"):
+        both.step(both.noise(), both.cache)
+    assert both.missed() == {"host_read": 1}
+
+
+def test_arguments_that_a_launch_writes_are_known() -> None:
+    """A launch is not counted by PyTorch, so whoever makes it counts."""
+    step = compile_with(Running(), CONTRACT)
+    cadence_fx.warm_up(step, noise(), noise())
+    for planner, table in program_of(step, "report").graphs:
+        for entry in table.classes.values():
+            assert [planner.names[i] for i in entry.touched] == ["count"]
+
+
 def test_refresh_of_something_else() -> None:
     with pytest.raises(NotCompiled, match=r"refresh\(\)"):
         cadence_fx.refresh(Solver())
@@ -369,8 +390,8 @@ class Running(nn.Module):
         self.scale: Tensor
         self.count: Tensor
         memory = torch.ones(C)
-        self.register_buffer("scale", memory[:8].view(8))
-        self.register_buffer("count", memory.untyped_storage() and memory[4:])
+        self.register_buffer("scale", memory[:8])
+        self.register_buffer("count", memory[4:])
 
     def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
         frames = torch.cat([cache, self.key(x)], 1)
@@ -450,7 +471,7 @@ def test_values_that_fail_later_make_the_call_eager(play: Play, monkeypatch: pyt
     play.call(4)
     play.both(load)
     with monkeypatch.context() as patch:
-        patch.setattr(kept, "uncached_casts", lambda: contextlib.ExitStack().__enter__().not_there)
+        patch.delattr(kept, "uncached_casts")
         play.call(2)
     assert play.missed() == {"kept_value": 2}
     play.call(4)
