@@ -1,4 +1,4 @@
-"""Refresh: compute anew what is kept, after a write on a weight that PyTorch has not counted."""
+"""Refresh: compute and check anew what relies on weights, after a write on one that PyTorch has not counted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cadence_fx.lookup import program_of
 
 
 def refresh(compiled: Any) -> None:
-    """Before its next launch, each class computes the values that it keeps from the weights as they are then.
+    """Before its next launch, each class computes what it keeps and checks what it relies on, from weights as they are.
 
     Needed after writes that PyTorch does not count: through `.data`, from numpy, by a CUDA graph of somebody else's,
     from another process. Every other write is seen without it.
@@ -18,8 +18,9 @@ def refresh(compiled: Any) -> None:
     """
     program = program_of(compiled, "refresh")
     with program.lock:
-        for user in program.keep.users:
-            user.forget()
         for _, table in program.graphs:
             for entry in table.classes.values():
+                for part in (entry.plan.kept, entry.plan.host):
+                    if part is not None:
+                        part.forget()
                 entry.recording.forget()

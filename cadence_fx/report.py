@@ -142,9 +142,9 @@ def _bytes(program: Program, classes: list[ReplayClass]) -> dict[str, int]:
         "predicted_staging": sum(c.staging_bytes for c in classes),
         "measured_staging": sum(b.untyped_storage().nbytes() for c in classes for b in c.buffers),
         "predicted_carries": sum(carries.values()),
+        "measured_carries": sum(c.flat.untyped_storage().nbytes() for c in program.carries.values()),
         "predicted_kept": sum(t.numel() * t.element_size() for t in kept.values()),
         "measured_kept": sum(t.untyped_storage().nbytes() for t in kept.values()),
-        "measured_carries": sum(c.flat.untyped_storage().nbytes() for c in program.carries.values()),
         "workspaces": sum(workspaces.values()),
         "pool": sum(c.recording.nbytes for c in classes),
     }

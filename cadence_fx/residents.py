@@ -118,6 +118,11 @@ class HostSide:
             return self._run()
         return None
 
+    def forget(self) -> None:
+        """Look at everything anew before the next launch."""
+        self._facts.forget()
+        self._watch.forget()
+
     def _broken(self) -> Miss | None:
         for premise, tensors in self._relied_on:
             if bool(premise.graph(*tensors)[0]) is not premise.expected:

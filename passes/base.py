@@ -80,10 +80,6 @@ class SlowPart:
     residents: tuple[torch.Tensor, ...]  # where the rest of the graph finds the values
 
 
-def _private(name: str, like: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-
-
 @dataclass(slots=True)
 class PassContext:
     """The facts shared by the passes of one graph; passes replace ``regions`` entries and append to ``notes``."""
@@ -99,9 +95,10 @@ class PassContext:
     unsteady: Mapping[str, str] = field(default_factory=dict)
     # What tells the memory of a frozen input, and how it is read, from that of others in other graphs too.
     origins: Mapping[str, str] = field(default_factory=dict)
-    # Memory for a value that is kept, by a name that says what computes it, and a traced tensor of its geometry.
-    keep: Callable[[str, torch.Tensor], torch.Tensor] = _private
-    slow: SlowPart | None = None  # what runs when an input at a fixed address has been written
+    # Memory for a value that is computed once, by a name that says what computes it, and a traced tensor like it;
+    # None where nobody will run `slow`, and then nothing is kept.
+    keep: Callable[[str, torch.Tensor], torch.Tensor] | None = None
+    slow: SlowPart | None = None  # what runs before the first launch, and after a write on an input at a fixed address
 
 
 @runtime_checkable

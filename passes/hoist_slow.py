@@ -30,7 +30,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -64,12 +64,14 @@ class HoistSlow:
     name = "hoist_slow"
 
     def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+        if ctx.keep is None:
+            return PassResult(gm, False)
         frontier = _Frontier(gm, ctx)
         ctx.notes.extend(f"{self.name}: {refusal}" for refusal in frontier.refusals())
         if not frontier.kept:
             return PassResult(gm, False)
         before = _operators(gm.graph)
-        ctx.slow = _take_out(gm, ctx, frontier)
+        ctx.slow = _take_out(gm, ctx, frontier, ctx.keep)
         ctx.notes.append(
             f"{self.name}: {before - _operators(gm.graph)} operators are run once, {len(ctx.slow.residents)} values of "
             f"{len(ctx.slow.inputs)} inputs are kept in {sum(map(_size, ctx.slow.residents))} bytes"
@@ -242,7 +244,9 @@ def _is_dense(val: torch.Tensor) -> bool:
     return True
 
 
-def _take_out(gm: fx.GraphModule, ctx: PassContext, frontier: _Frontier) -> SlowPart:
+def _take_out(
+    gm: fx.GraphModule, ctx: PassContext, frontier: _Frontier, keep: Callable[[str, torch.Tensor], torch.Tensor]
+) -> SlowPart:
     """Put residents in the place of the values, and what computes these in a graph of its own."""
     kept, needed = set(frontier.kept), ancestors(frontier.kept)
     nodes = list(gm.graph.nodes)
@@ -266,7 +270,7 @@ def _take_out(gm: fx.GraphModule, ctx: PassContext, frontier: _Frontier) -> Slow
             if name in known:
                 stand_in = gm.graph.get_attr(known[name])
             else:
-                resident = ctx.keep(name, node.meta["val"])
+                resident = keep(name, node.meta["val"])
                 target = known[name] = f"_kept_{len(residents)}"
                 gm.register_buffer(target, resident, persistent=False)
                 stand_in = gm.graph.get_attr(target)

@@ -29,6 +29,7 @@ from cadence_fx.lookup import program_of
 from cadence_fx.passes import hoist_slow
 from cadence_fx.passes.base import SlowPart
 from cadence_fx.retention import KeepLast
+from tests.backend import test_host_side as host_side
 from tests.harness import assert_same, compile_with, counts
 
 C, STEPS = 16, 3
@@ -288,6 +289,27 @@ def test_an_audit_finds_a_write_that_nobody_counted(play: Play) -> None:
         play.call()
 
 
+@pytest.mark.usefixtures("_on_a_device")
+def test_refresh_makes_checks_anew() -> None:
+    """Of a window that `istft` would raise for."""
+    both = host_side.Play(host_side.BufferWindow())
+    both.call(4)
+    both.both(lambda m: m.window.data.zero_())
+    cadence_fx.refresh(both.step)
+    with pytest.raises(RuntimeError, match="window overlap add min"):
+        both.step(both.noise(), both.cache)
+    assert both.missed() == {"host_read": 1}
+
+
+def test_arguments_that_a_launch_writes_are_known() -> None:
+    """Under whatever name. PyTorch does not count a launch, so whoever makes it counts."""
+    step = compile_with(Running(), CONTRACT)
+    cadence_fx.warm_up(step, noise(), noise())
+    for planner, table in program_of(step, "report").graphs:
+        for entry in table.classes.values():
+            assert [planner.names[i] for i in entry.touched] == ["self.scale", "self.count"]
+
+
 def test_refresh_of_something_else() -> None:
     with pytest.raises(NotCompiled, match=r"refresh\(\)"):
         cadence_fx.refresh(Solver())
@@ -368,7 +390,7 @@ class Running(nn.Module):
         self.scale: Tensor
         self.count: Tensor
         memory = torch.ones(C)
-        self.register_buffer("scale", memory[:8].view(8))
+        self.register_buffer("scale", memory[:8])
         self.register_buffer("count", memory[4:])
 
     def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from cadence_fx.passes import HoistSlow, PassContext, VerifyCapturable, default_passes, run_passes
 from cadence_fx.passes import hoist_slow as module
-from tests.passes.toolbox import assert_same_bytes, context, flat_outputs, listing, run_on_carries, slot, trace
+from tests.passes.toolbox import assert_same_bytes, context, flat_outputs, keep, listing, run_on_carries, slot, trace
 
 X, W = torch.randn(2, 4), torch.randn(4)
 
@@ -24,7 +24,7 @@ def hoist(
     """Hoist, with every argument but the first at a fixed address."""
     gm = trace(function, *examples)
     names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
-    ctx = PassContext(frozen_inputs=frozenset(names[1:]), unsteady=unsteady or {})
+    ctx = PassContext(frozen_inputs=frozenset(names[1:]), unsteady=unsteady or {}, keep=keep)
     return run_passes(gm, ctx, [HoistSlow(), VerifyCapturable()]), ctx
 
 
@@ -154,7 +154,7 @@ def test_autocast_inside_the_graph() -> None:
         return (x + inside.float() + F.linear(w.view(1, 4), w.repeat(4, 1).exp()),)
 
     gm = trace(step, X, W)
-    ctx = PassContext(frozen_inputs=frozenset({"w_1"}))
+    ctx = PassContext(frozen_inputs=frozenset({"w_1"}), keep=keep)
     hoisted = run_passes(gm, ctx, [HoistSlow()])
     fill(hoisted, ctx, X, W)
     assert ctx.slow is not None and len(ctx.slow.residents) == 2 and "linear.default" not in operators(hoisted)
@@ -183,7 +183,7 @@ def test_a_state_is_computed_with_what_is_kept() -> None:
     x, cache = torch.randn(2, 4), torch.randn(4, 4)
     gm = trace(step, x, cache, W)
     ctx = context(gm, slot(gm, "cache_1", 1, 0, advance=2))
-    ctx.frozen_inputs = frozenset({"w_1"})
+    ctx.frozen_inputs, ctx.keep = frozenset({"w_1"}), keep
     rewritten = run_passes(gm, ctx, default_passes())
     assert ctx.slow is not None
     ctx.slow.graph(W)
@@ -198,6 +198,12 @@ def unchanged(function: Callable[..., object], *examples: Tensor, **options: dic
     assert ctx.slow is None and not gm.graph.find_nodes(op="get_attr")
     assert_same_bytes(flat_outputs(gm(*examples)), flat_outputs(function(*examples)))
     return ctx.notes
+
+
+def test_nothing_leaves_where_nobody_would_compute_it() -> None:
+    gm = trace(lambda x, w: (x + w.exp(),), X, W)
+    ctx = PassContext(frozen_inputs=frozenset({"w_1"}))
+    assert not HoistSlow()(gm, ctx).modified and ctx.slow is None
 
 
 def test_views_of_weights_stay() -> None:
@@ -249,7 +255,7 @@ def test_random_and_uninitialised_values_stay() -> None:
 def test_states_are_no_weights() -> None:
     gm = trace(lambda x, state: (x + state.exp(), state * 1), X, W)
     ctx = context(gm, slot(gm, "state_1", 1, 0))
-    ctx.frozen_inputs = frozenset({"state_1"})
+    ctx.frozen_inputs, ctx.keep = frozenset({"state_1"}), keep
     assert not HoistSlow()(gm, ctx).modified and ctx.slow is None
 
 
@@ -311,12 +317,12 @@ def test_names_tell_what_computes_a_value() -> None:
         gm = trace(function, *examples)
         found: list[str] = []
 
-        def keep(name: str, like: Tensor) -> Tensor:
+        def note(name: str, like: Tensor) -> Tensor:
             found.append(name)
-            return torch.empty(like.shape)
+            return keep(name, like)
 
         last = gm.graph.find_nodes(op="placeholder")[-1].name
-        ctx = PassContext(frozen_inputs=frozenset({last}), origins={last: origin}, keep=keep)
+        ctx = PassContext(frozen_inputs=frozenset({last}), origins={last: origin}, keep=note)
         run_passes(gm, ctx, [HoistSlow()])
         return set(found)
 

@@ -51,6 +51,11 @@ def context(gm: fx.GraphModule, *slots: RegionSlot) -> PassContext:
     return PassContext(regions=slots)
 
 
+def keep(name: str, like: Tensor) -> Tensor:
+    """Memory for a value that is computed once."""
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+
+
 def listing(gm: fx.GraphModule) -> str:
     """The graph's code, without what differs between releases of PyTorch and what only frees memory."""
     lines = [re.sub(r";.*", "", line) for line in gm.code.strip().splitlines()]
