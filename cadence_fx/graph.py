@@ -13,6 +13,7 @@ from torch import fx
 from cadence_fx._torch import CompileSite, ambient_state, example_shape, example_value, to_static_aten
 from cadence_fx.admission import Admission
 from cadence_fx.binding import Binding, Instance, scalar_outputs
+from cadence_fx.branches import on_branches
 from cadence_fx.catalog import CatalogEntry
 from cadence_fx.errors import CadenceError, NotCapturable, PassFailed, RetentionMismatch
 from cadence_fx.layout import Layout, in_layout, is_channels_last, layout_of
@@ -251,6 +252,9 @@ class GraphPlanner:
         try:
             prepared = run_passes(aten, context, passes[:split])
             rewritten = run_passes(prepared, context, passes[split:], [pass_.name for pass_ in passes[:split]])
+            branched = on_branches(rewritten, context.branches, self.device, plan.notes.append)
+            if branched is not None:
+                plan.runs.append((f"rewritten in place on {branched.count} branches", branched))
             plan.runs.append(("rewritten in place", rewritten.forward))
             plan.draws = any(map(draws, aten.graph.nodes)) if all_known(aten.graph) else None
         except PassFailed as error:

@@ -1,8 +1,18 @@
 """Rewrites of static aten graphs. The only part of the backend that may name operators."""
 
-from cadence_fx.passes.base import HostPart, Pass, PassContext, PassResult, Premise, RegionSlot
+from cadence_fx.passes.base import (
+    Branches,
+    HostPart,
+    Pass,
+    PassContext,
+    PassResult,
+    Premise,
+    RegionSlot,
+    Step,
+)
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
+from cadence_fx.passes.parallel_branches import ParallelBranches
 from cadence_fx.passes.pipeline import default_passes, register_pass, run_passes
 from cadence_fx.passes.provenance import (
     Contradicted,
@@ -18,10 +28,12 @@ from cadence_fx.passes.stage_reads import stage_reads
 from cadence_fx.passes.verify_capturable import VerifyCapturable
 
 __all__ = [
+    "Branches",
     "Contradicted",
     "FoldHostConstants",
     "HoistHostReads",
     "HostPart",
+    "ParallelBranches",
     "Pass",
     "PassContext",
     "PassResult",
@@ -30,6 +42,7 @@ __all__ = [
     "RegionSlot",
     "ReinplaceRetention",
     "SplitHost",
+    "Step",
     "Unproved",
     "Verdict",
     "VerifyCapturable",

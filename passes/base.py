@@ -17,7 +17,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 if TYPE_CHECKING:
     from cadence_fx.contract import Region
 
-__all__ = ["HostPart", "Pass", "PassContext", "PassResult", "Premise", "RegionSlot"]
+__all__ = ["Branches", "HostPart", "Pass", "PassContext", "PassResult", "Premise", "RegionSlot", "Step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,47 @@ class HostPart:
     writes: bool  # whether it writes an input
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One node of a graph that runs on several branches, in the order in which the host comes to it.
+
+    Attributes:
+        branch: 0 is the one on which the graph was begun.
+        waits: what its branch first waits for, each on another branch; None stands for the beginning of the graph.
+        drops: whose values are let go of after that and before the node runs. The memory of a value goes back to the
+            branch it was made on, so nothing on another may still be using it by then.
+    """
+
+    node: fx.Node
+    branch: int
+    waits: tuple[fx.Node | None, ...] = ()
+    drops: tuple[fx.Node, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """How a graph runs on several branches of a device at once.
+
+    Attributes:
+        count: branches, the main one included.
+        steps: every node but placeholders and the output.
+        joins: what the main branch waits for at the end.
+        serial, branched: estimated microseconds in one row, and on these branches.
+        views: nodes whose result is taken to be memory of an argument.
+        owners: node -> whose memory its value is; two values of different owners are taken never to meet.
+        written: owners whose memory some node writes.
+    """
+
+    count: int
+    steps: tuple[Step, ...]
+    joins: tuple[fx.Node, ...]
+    serial: float
+    branched: float
+    views: frozenset[fx.Node]
+    owners: dict[fx.Node, fx.Node]
+    written: frozenset[fx.Node]
+
+
 @dataclass(slots=True)
 class PassContext:
     """The facts shared by the passes of one graph; passes replace ``regions`` entries and append to ``notes``."""
@@ -76,6 +117,7 @@ class PassContext:
     notes: list[str] = field(default_factory=list)  # what was done or refused, and why
     premises: list[Premise] = field(default_factory=list)  # what must hold before each launch
     host: HostPart | None = None  # what runs on the host before each launch
+    branches: Branches | None = None  # how the graph runs on several branches of its device; None: in one row
 
 
 @runtime_checkable

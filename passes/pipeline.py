@@ -16,6 +16,7 @@ from cadence_fx.errors import CadenceError, PassFailed
 from cadence_fx.passes.base import Pass, PassContext
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
+from cadence_fx.passes.parallel_branches import ParallelBranches
 from cadence_fx.passes.reinplace_retention import ReinplaceRetention
 from cadence_fx.passes.split_host import SplitHost
 from cadence_fx.passes.verify_capturable import VerifyCapturable
@@ -47,7 +48,8 @@ def default_passes() -> list[Pass]:
         FoldHostConstants(),  # before the states are followed: what it leaves behind is constant and on the device
         SplitHost(),  # after the constants: what is left on the host changes from call to call
         ReinplaceRetention(),  # after whatever changes how a state is computed; its writes must stay at the end
-        VerifyCapturable(),  # last: it judges the graph that will be recorded
+        VerifyCapturable(),  # after every rewrite: it judges the graph that will be recorded
+        ParallelBranches(),  # last: it plans the run of that graph, and changes no operator
     ]
 
 

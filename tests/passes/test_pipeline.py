@@ -87,6 +87,7 @@ def test_default_order() -> None:
         "split_host",
         "reinplace_retention",
         "verify_capturable",
+        "parallel_branches",
     ]
 
 
