@@ -239,7 +239,7 @@ class GraphPlanner:
                 keep=program.keep.in_mode(ambient_state(self.device.type)),
             )
 
-        subject = Subject(aten, uses, staged, self.names, context, program.keep, program.restless)
+        subject = Subject(aten, uses, staged, self.names, self.device, context, program.keep, program.restless)
         own = {use.index: use for use in uses}
         reference = self._layouts(args)
 

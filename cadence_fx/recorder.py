@@ -122,6 +122,9 @@ _abandoned: list[Any] = []
 class DevicePool:
     """Capture stream, private memory pool and lock of one CUDA device; all classes on the device share them.
 
+    So do they the side streams of graphs that run on several branches: memory that was made on one can only be used
+    again on it.
+
     Attributes:
         live: recordings whose memory is in the pool. The allocator keeps a pool for as long as it has a user; the
             handle of one without may not be used again.
@@ -136,6 +139,7 @@ class DevicePool:
         with torch.cuda.device(device):
             self.stream = torch.cuda.Stream(device)
             self.handle = torch.cuda.graph_pool_handle()
+        self._sides: list[torch.cuda.Stream] = []
         self.lock = new_lock()
         self.live: weakref.WeakSet[CudaRecording] = weakref.WeakSet()
 
@@ -143,6 +147,12 @@ class DevicePool:
         """Device memory this pool holds, over all classes that share it."""
         segments = torch.cuda.memory_snapshot()
         return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(self.handle))
+
+    def side(self, index: int) -> torch.cuda.Stream:
+        """A stream to fork to, the same one for an index every time."""
+        while len(self._sides) <= index:
+            self._sides.append(torch.cuda.Stream(self.device))
+        return self._sides[index]
 
     @classmethod
     def of(cls, device: torch.device) -> DevicePool:

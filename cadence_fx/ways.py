@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from cadence_fx.branches import on_branches
 from cadence_fx.errors import NotCapturable, PassFailed
 from cadence_fx.kept import Keep, KeptValues
 from cadence_fx.ledger import log
-from cadence_fx.passes import Edit, Pass, PassContext, SplitHost, is_needed, run_passes
+from cadence_fx.passes import Edit, ParallelBranches, Pass, PassContext, SplitHost, is_needed, run_passes
 from cadence_fx.plan import RegionUse, Way
 from cadence_fx.residents import HostSide
 
@@ -31,6 +32,7 @@ class Subject:
         uses: the states.
         staged: indices of the arguments that are copied in on each call.
         names: what the user calls each argument.
+        device: where the graph runs.
         context: new facts for the passes of one way.
         keep, restless: see `KeptValues`.
     """
@@ -39,6 +41,7 @@ class Subject:
     uses: Sequence[RegionUse]
     staged: Sequence[int]
     names: Sequence[str]
+    device: torch.device
     context: Callable[[], PassContext]
     keep: Keep
     restless: set[str]
@@ -115,15 +118,18 @@ def _rewritten(
             passes.remove(failed)
             continue
         optional = {pass_.name for pass_ in passes if not is_needed(pass_)}
+        told = [*notes, *context.notes]
+        branched = on_branches(gm, context.branches, subject.device, told.append)
         way = Way(
             text,
-            gm.forward,
+            branched or gm.forward,
             subject.host(context),
-            [*notes, *context.notes],
+            told,
             kept=subject.kept(context),
             cleared=tuple(context.cleared),
         )
-        return way, [each for each in context.modified if each in optional]
+        changing = [*context.modified, *([ParallelBranches.name] if branched is not None else [])]
+        return way, [each for each in changing if each in optional]
 
 
 def _copied_back(subject: Subject, passes: Sequence[Pass], notes: list[str]) -> Way:

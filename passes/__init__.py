@@ -1,6 +1,16 @@
 """Rewrites of static aten graphs. The only part of the backend that may name operators."""
 
-from cadence_fx.passes.base import HostPart, Pass, PassContext, PassResult, Premise, RegionSlot, SlowPart
+from cadence_fx.passes.base import (
+    Branches,
+    HostPart,
+    Pass,
+    PassContext,
+    PassResult,
+    Premise,
+    RegionSlot,
+    SlowPart,
+    Step,
+)
 from cadence_fx.passes.captured import CapturedGraph, CapturedNode, Edit, EditContext
 from cadence_fx.passes.clear_once import ClearOnce
 from cadence_fx.passes.cleared_products import ClearedProducts
@@ -11,6 +21,7 @@ from cadence_fx.passes.hoist_slow import HoistSlow
 from cadence_fx.passes.jit_chains import JitChains
 from cadence_fx.passes.keep_conversions import KeepConversions
 from cadence_fx.passes.merge_common import MergeCommon
+from cadence_fx.passes.parallel_branches import ParallelBranches
 from cadence_fx.passes.pipeline import (
     Choice,
     default_passes,
@@ -40,6 +51,7 @@ __all__ = [
     "Choice",
     "ClearOnce",
     "ClearedProducts",
+    "Branches",
     "Contradicted",
     "DropScalings",
     "Edit",
@@ -51,6 +63,7 @@ __all__ = [
     "KeepConversions",
     "JitChains",
     "MergeCommon",
+    "ParallelBranches",
     "Pass",
     "PassContext",
     "PassResult",
@@ -60,6 +73,7 @@ __all__ = [
     "ReinplaceRetention",
     "SlowPart",
     "SplitHost",
+    "Step",
     "Unproved",
     "Verdict",
     "VerifyCapturable",

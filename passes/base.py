@@ -18,7 +18,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 if TYPE_CHECKING:
     from cadence_fx.contract import Region
 
-__all__ = ["HostPart", "Pass", "PassContext", "PassResult", "Premise", "RegionSlot", "SlowPart"]
+__all__ = ["Branches", "HostPart", "Pass", "PassContext", "PassResult", "Premise", "RegionSlot", "SlowPart", "Step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,47 @@ class SlowPart:
     residents: tuple[torch.Tensor, ...]  # where the rest of the graph finds the values
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One node of a graph that runs on several branches, in the order in which the host comes to it.
+
+    Attributes:
+        branch: 0 is the one on which the graph was begun.
+        waits: what its branch first waits for, each on another branch; None stands for the beginning of the graph.
+        drops: whose values are let go of after that and before the node runs. The memory of a value goes back to the
+            branch it was made on, so nothing on another may still be using it by then.
+    """
+
+    node: fx.Node
+    branch: int
+    waits: tuple[fx.Node | None, ...] = ()
+    drops: tuple[fx.Node, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """How a graph runs on several branches of a device at once.
+
+    Attributes:
+        count: branches, the main one included.
+        steps: every node but placeholders and the output.
+        joins: what the main branch waits for at the end.
+        serial, branched: estimated microseconds in one row, and on these branches.
+        views: nodes whose result is taken to be memory of an argument.
+        owners: node -> whose memory its value is; two values of different owners are taken never to meet.
+        written: owners whose memory some node writes.
+    """
+
+    count: int
+    steps: tuple[Step, ...]
+    joins: tuple[fx.Node, ...]
+    serial: float
+    branched: float
+    views: frozenset[fx.Node]
+    owners: dict[fx.Node, fx.Node]
+    written: frozenset[fx.Node]
+
+
 @dataclass(slots=True)
 class PassContext:
     """The facts shared by the passes of one graph; passes replace ``regions`` entries and append to ``notes``."""
@@ -99,6 +140,7 @@ class PassContext:
     # None where nobody will run `slow`, and then nothing is kept.
     keep: Callable[[str, torch.Tensor], torch.Tensor] | None = None
     slow: SlowPart | None = None  # what runs before the first launch, and after a write on an input at a fixed address
+    branches: Branches | None = None  # how the graph runs on several branches of its device; None: in one row
 
 
 @runtime_checkable

@@ -24,6 +24,7 @@ from cadence_fx.passes.hoist_slow import HoistSlow
 from cadence_fx.passes.jit_chains import JitChains
 from cadence_fx.passes.keep_conversions import KeepConversions
 from cadence_fx.passes.merge_common import MergeCommon
+from cadence_fx.passes.parallel_branches import ParallelBranches
 from cadence_fx.passes.reinplace_retention import ReinplaceRetention
 from cadence_fx.passes.split_host import SplitHost
 from cadence_fx.passes.verify_capturable import VerifyCapturable
@@ -76,7 +77,8 @@ def _all() -> list[Pass]:
         HoistSlow(),  # after what follows states, which goes by constants; it writes nothing, and the writes stay last
         JitChains(),  # after the writes on states, which are no part of a chain
         ClearedProducts(),  # after whatever decides which products there are and how long their results live
-        VerifyCapturable(),  # last: it judges the graph that will be recorded
+        VerifyCapturable(),  # after every rewrite: it judges the graph that will be recorded
+        ParallelBranches(),  # last: it plans the run of that graph, and changes no operator
     ]
 
 

@@ -90,6 +90,7 @@ def test_default_order() -> None:
         "hoist_slow",
         "cleared_products",
         "verify_capturable",
+        "parallel_branches",
     ]
 
 
