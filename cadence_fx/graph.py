@@ -222,7 +222,11 @@ class GraphPlanner:
         fixed = binding.indices("fixed")
         # A declared state that this graph neither returns nor writes is an argument like any other.
         staged = [*binding.indices("staged"), *sorted({i.index for i in binding.instances} - {u.index for u in uses})]
-        context = PassContext(tuple(slots), frozenset(placeholders[i].name for i in fixed))
+        context = PassContext(
+            tuple(slots),
+            frozen_inputs=frozenset(placeholders[i].name for i in fixed),
+            scratch_inputs=frozenset(placeholders[i].name for i in scratch),
+        )
         own = {use.index: use for use in uses}
         reference = self._layouts(args)
 

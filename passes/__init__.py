@@ -2,6 +2,7 @@
 
 from cadence_fx.passes.base import HostPart, Pass, PassContext, PassResult, Premise, RegionSlot
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
+from cadence_fx.passes.forward_stores import ForwardStores
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
 from cadence_fx.passes.pipeline import default_passes, register_pass, run_passes
 from cadence_fx.passes.provenance import (
@@ -20,6 +21,7 @@ from cadence_fx.passes.verify_capturable import VerifyCapturable
 __all__ = [
     "Contradicted",
     "FoldHostConstants",
+    "ForwardStores",
     "HoistHostReads",
     "HostPart",
     "Pass",

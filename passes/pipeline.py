@@ -15,6 +15,7 @@ import torch.fx as fx
 from cadence_fx.errors import CadenceError, PassFailed
 from cadence_fx.passes.base import Pass, PassContext
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
+from cadence_fx.passes.forward_stores import ForwardStores
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
 from cadence_fx.passes.reinplace_retention import ReinplaceRetention
 from cadence_fx.passes.split_host import SplitHost
@@ -46,7 +47,8 @@ def default_passes() -> list[Pass]:
         HoistHostReads(),  # before constants are folded: what it opens reads some
         FoldHostConstants(),  # before the states are followed: what it leaves behind is constant and on the device
         SplitHost(),  # after the constants: what is left on the host changes from call to call
-        ReinplaceRetention(),  # after whatever changes how a state is computed; its writes must stay at the end
+        ForwardStores(),  # before the states are followed: what they are made of is then closer at hand
+        ReinplaceRetention(),  # after whatever changes how a state is computed; its writes must stay behind the reads of the old
         VerifyCapturable(),  # last: it judges the graph that will be recorded
     ]
 
