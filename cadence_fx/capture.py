@@ -208,8 +208,8 @@ def _record_certified(
     """The first way to run the class whose bytes are the stock computation's; the others are noted and closed."""
     everything = [*static_args, *destinations(plan)]
     generators = snapshot.generators.of(device)
-    for name, run in plan.runs:
-        recording = record(lambda run=run: run(*everything), device, generators)  # type: ignore[misc]
+    for run in plan.runs:
+        recording = record(lambda run=run: run.call(*everything), device, generators)  # type: ignore[misc]
         if plan.host is not None:
             recording = HostedRecording(recording, plan.host)
         try:
@@ -225,10 +225,10 @@ def _record_certified(
             recording.close()
             raise
         if problem is None:
-            plan.notes.append(f"admitted: {name}")
+            plan.admit(run)
             return recording
         recording.close()
-        plan.notes.append(f"{name} dropped: {problem}")
+        plan.notes.append(f"{run.name} dropped: {problem}")
         log.warning("%s: %s", ledger.name, plan.notes[-1])
     return None
 

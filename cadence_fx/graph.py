@@ -18,13 +18,14 @@ from cadence_fx.errors import CadenceError, NotCapturable, PassFailed, Retention
 from cadence_fx.layout import Layout, in_layout, is_channels_last, layout_of
 from cadence_fx.ledger import log
 from cadence_fx.pairing import Pairing, extents
+from cadence_fx.parking import awake
 from cadence_fx.passes import PassContext, RegionSlot, SplitHost, default_passes, run_passes
 from cadence_fx.passes.effects import all_known, draws
 from cadence_fx.passes.graphs import GraphFacts, output_node
 from cadence_fx.passes.graphs import location as _location
 from cadence_fx.passes.layout import give_layout, reads_layout
 from cadence_fx.passes.provenance import Contradicted, Proved, prove_retentions
-from cadence_fx.plan import WATCHED, Miss, Plan, RegionUse
+from cadence_fx.plan import WATCHED, Miss, Plan, RegionUse, Run
 from cadence_fx.residents import HostSide
 from cadence_fx.retention import Span
 from cadence_fx.signature import compare, is_lazy, region_key, scalar_key, tensor_key
@@ -72,6 +73,7 @@ class GraphPlanner:
         if len(ints) > len(self._ints):
             self.verdict = Miss("data_dependent", "an int that is read off a tensor is a result")
         self._in_place: set[int] = set()
+        self._scratch = [i.index for i in binding.inputs if i.role == "fixed" and program.is_scratch(i.origin)]
         self.resumes = site.resumes
         self._inference = torch.is_inference_mode_enabled()
         (results,) = gm.graph.output_node().args
@@ -218,7 +220,7 @@ class GraphPlanner:
         self._in_place = {instance.index for instance in binding.instances if instance.index in written}
         self.pairing.complete(aten, args, point, written)
         uses, slots = self._regions(args, point, placeholders)
-        scratch = {i.index for i in binding.inputs if i.role == "fixed" and program.is_scratch(i.origin)}
+        scratch = set(self._scratch)
         fixed = binding.indices("fixed")
         # A declared state that this graph neither returns nor writes is an argument like any other.
         staged = [*binding.indices("staged"), *sorted({i.index for i in binding.instances} - {u.index for u in uses})]
@@ -255,12 +257,13 @@ class GraphPlanner:
         try:
             prepared = run_passes(aten, context, passes[:split])
             rewritten = run_passes(prepared, context, passes[split:], [pass_.name for pass_ in passes[:split]])
-            plan.runs.append(("rewritten in place", rewritten.forward))
+            plan.runs.append(Run("rewritten in place", rewritten.forward, _idle(rewritten.graph, aten.graph, context)))
             plan.draws = any(map(draws, aten.graph.nodes)) if all_known(aten.graph) else None
         except PassFailed as error:
             log.warning("%s: %s", program.ledger.name, error)
             plan.notes.append(str(error))
-        plan.runs.append(("state copied back", _written_back(prepared.forward, uses)))
+        idle = _idle(prepared.graph, aten.graph, context)
+        plan.runs.append(Run("state copied back", _written_back(prepared.forward, uses), idle))
         if prepared is not aten and (context.host is not None or context.premises):
             positions = {node.name: i for i, node in enumerate(placeholders)}
             plan.host = HostSide(context.host, context.premises, positions, staged)
@@ -340,6 +343,12 @@ class GraphPlanner:
         lazy = frozenset(self.names[i] for i in plan.fixed if is_lazy(args[i]))
         return plan.fingerprint, frozenset(self._signature(args).items()), lazy
 
+    # -- workspaces ---------------------------------------------------------------------------------------------------
+
+    def workspaces(self, args: Sequence[Any]) -> list[torch.Tensor]:
+        """The arguments at fixed addresses that are declared to mean nothing between calls."""
+        return [args[i] for i in self._scratch]
+
     # -- eager --------------------------------------------------------------------------------------------------------
 
     def run_eager(self, args: Sequence[Any]) -> Any:
@@ -349,6 +358,12 @@ class GraphPlanner:
         Raises:
             StaleState: a state that a call has consumed was passed in.
         """
+        with awake(self.workspaces(args)) as block:
+            outputs = self._run_eager(args)
+            block.keep(out for out in outputs if isinstance(out, torch.Tensor) and out.layout is torch.strided)
+        return outputs
+
+    def _run_eager(self, args: Sequence[Any]) -> list[Any]:
         given = self.stock_args(args)
         saved = [(args[i], args[i].clone()) for i in self._in_place if not args[i].requires_grad]
         try:
@@ -416,6 +431,24 @@ def _evaluator(expr: sympy.Expr, binding: Binding) -> Callable[[Sequence[Any]], 
         return lambda args: int(compute(*(args[i] for i in indices)))
     # Floor divisions and remainders are PyTorch's own sympy functions, which evaluate themselves.
     return lambda args: int(expr.subs({s: sympy.Integer(args[i]) for s, i in zip(symbols, indices, strict=True)}))
+
+
+def _idle(graph: fx.Graph, traced: fx.Graph, context: PassContext) -> frozenset[int]:
+    """Indices of inputs at fixed addresses that a class does not depend on.
+
+    What the traced graph uses and a rewritten one does not may have gone into a constant of it, unless its contents
+    mean nothing.
+    """
+    elsewhere = {name for premise in context.premises for name in premise.inputs}
+    elsewhere |= set(context.host.inputs) if context.host is not None else set()
+    now, before = graph.find_nodes(op="placeholder"), traced.find_nodes(op="placeholder")
+    return frozenset(
+        i
+        for i, (node, known) in enumerate(zip(now, before, strict=False))  # destinations come behind
+        if known.name in context.frozen_inputs - elsewhere
+        and not node.users
+        and (known.name in context.scratch_inputs or not known.users)
+    )
 
 
 def _written_back(forward: Callable[..., Sequence[Any]], uses: list[RegionUse]) -> Callable[..., list[Any]]:

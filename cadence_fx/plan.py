@@ -63,18 +63,32 @@ class RegionUse:
     returned: bool = False
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """One way to run a class.
+
+    Attributes:
+        name: for reports.
+        call: takes the static arguments followed by the destination view of each region that has an output, in order of
+            `Plan.regions`; returns the flat outputs. A region's output is written to its destination.
+        idle: indices of fixed arguments that it neither reads nor writes, and that nothing it relies on was made of.
+    """
+
+    name: str
+    call: Callable[..., Sequence[Any]]
+    idle: frozenset[int] = frozenset()
+
+
 @dataclasses.dataclass(slots=True)
 class Plan:
     """One class before it is recorded.
 
     Attributes:
-        runs: ways to run the class, best first: (name, callable). Each is called with the static arguments followed
-        by the
-            destination view of each region that has an output, in order of `regions`; returns the flat outputs. A
-            region's output is written to its destination. The first one that passes the certificate is admitted.
+        runs: ways to run the class, best first. The first one that passes the certificate is admitted.
         reference: the stock computation on the same arguments (without destinations), for the certificate.
         label: names the class in reports: clocks and extents.
-        fixed: indices of arguments bound by pointer.
+        fixed: indices of arguments bound by pointer; once a run is admitted, of those that it uses.
+        idle: indices of arguments that were to be bound by pointer and that the admitted run does not use.
         staged: indices of arguments copied in on each call.
         mutated: indices of fixed or staged arguments the code writes and whose contents mean something afterwards.
         written: all indices of fixed or staged arguments the code writes, declared workspaces among them.
@@ -92,7 +106,7 @@ class Plan:
         fingerprint: of the computation, with arguments by name: equal ones compute the same thing.
     """
 
-    runs: list[tuple[str, Callable[..., Sequence[Any]]]]
+    runs: list[Run]
     reference: Callable[..., Sequence[Any]]
     label: str
     fixed: list[int]
@@ -100,6 +114,7 @@ class Plan:
     mutated: list[int] = dataclasses.field(default_factory=list)
     written: list[int] = dataclasses.field(default_factory=list)
     regions: list[RegionUse] = dataclasses.field(default_factory=list)
+    idle: frozenset[int] = frozenset()
     notes: list[str] = dataclasses.field(default_factory=list)
     compared: int = 0
     fingerprint: str | None = None
@@ -111,6 +126,13 @@ class Plan:
     beside: list[torch.Tensor] = dataclasses.field(default_factory=list)
     reached: frozenset[int] = frozenset()
     host: HostSide | None = None
+
+    def admit(self, run: Run) -> None:
+        """Settle for one way to run the class: what it leaves alone may be anywhere."""
+        self.idle = run.idle
+        self.fixed = [i for i in self.fixed if i not in run.idle]
+        self.written = [i for i in self.written if i not in run.idle]
+        self.notes.append(f"admitted: {run.name}")
 
     def predicted_bytes(self, args: Sequence[Any]) -> int:
         """Bytes of the inputs that are neither aliased nor fixed."""
@@ -134,6 +156,9 @@ class Planner(Protocol):
 
     def admitted(self, plan: Plan, args: Sequence[Any], entry: Any) -> None:
         """A class has been captured."""
+
+    def workspaces(self, args: Sequence[Any]) -> Sequence[torch.Tensor]:
+        """Those arguments whose contents mean nothing between calls, and that may be parked."""
 
     def run_eager(self, args: Sequence[Any]) -> Any:
         """Run the stock computation; states it returns are put back into their carries."""

@@ -19,7 +19,7 @@ from cadence_fx._torch import WithoutFunctionModes, tree_flatten, tree_unflatten
 from cadence_fx.capture import ReplayClass
 from cadence_fx.ledger import Ledger
 from cadence_fx.locks import new_lock
-from cadence_fx.plan import NEEDS_GRAD, Miss, Plan
+from cadence_fx.plan import NEEDS_GRAD, Miss, Plan, Run
 from cadence_fx.python_state import Place, PythonState, held
 from cadence_fx.signature import fixed_key
 from cadence_fx.table import ReplayTable
@@ -102,7 +102,7 @@ class PlainPlanner:
 
         # Nothing is known of what the callable writes: every aliased tensor counts as written.
         plan = Plan(
-            [("as written", self._call)],
+            [Run("as written", self._call)],
             stock,
             f"{self._name}({shapes})",
             self._fixed,
@@ -129,6 +129,9 @@ class PlainPlanner:
 
     def admitted(self, plan: Plan, args: Sequence[Any], entry: ReplayClass) -> None:
         pass
+
+    def workspaces(self, args: Sequence[Any]) -> tuple[()]:
+        return ()
 
     def run_eager(self, args: Sequence[Any]) -> list[Any]:
         """The user's callable on the user's own objects; its result is one leaf, without a structure."""

@@ -85,6 +85,7 @@ def test_default_order() -> None:
         "hoist_host_reads",
         "fold_host_constants",
         "split_host",
+        "forward_stores",
         "reinplace_retention",
         "verify_capturable",
     ]
