@@ -24,7 +24,7 @@ import torch
 import torch.fx as fx
 
 from cadence_fx.passes.base import PassContext, PassResult
-from cadence_fx.passes.boxes import emit_source
+from cadence_fx.passes.emission import emit_source
 from cadence_fx.passes.constants import Constants
 from cadence_fx.passes.graphs import (
     GraphFacts,

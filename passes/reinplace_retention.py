@@ -41,9 +41,9 @@ import torch
 import torch.fx as fx
 
 from cadence_fx.passes.base import PassContext, PassResult, RegionSlot
-from cadence_fx.passes.boxes import Rows, emit_box, emit_copy, emit_source
+from cadence_fx.passes.emission import Rows, emit_box, emit_copy, emit_source
 from cadence_fx.passes.constants import Constants
-from cadence_fx.passes.costs import WRITE, cost_of_nodes
+from cadence_fx.passes.savings import WRITE, cost_of_nodes
 from cadence_fx.passes.graphs import (
     MEMORY_OF,
     GraphFacts,

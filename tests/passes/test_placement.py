@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cadence_fx.passes import ForwardStores, PassContext, ReinplaceRetention, run_passes
-from cadence_fx.passes.costs import nbytes
+from cadence_fx.passes.savings import nbytes
 from cadence_fx.passes.graphs import GraphFacts, may_write
 from tests.passes.toolbox import assert_same_bytes, context, flat_outputs, run_on_carries, slot, trace
 
