@@ -26,6 +26,7 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -176,11 +177,15 @@ class Token2WavStream:
         """`verb(step, *arguments)` for each compiled step, in the modes that calls run in; returns what each returned.
 
         The arguments are those of a turn's first call, as `cadence_fx.warm_up` asks for; tokens and conditioning are
-        random. `prime` comes first. With `restore`, `cadence_fx.restore`, later turns begin in the carries themselves.
+        random. `prime` comes first. With `restore`, `cadence_fx.restore`, later turns begin in the carries themselves,
+        and the solver's workspaces have memory only while a call runs eager: what else uses them then (the vendor's
+        decoder called by hand, say) must `unbind` first.
         """
         geometry, mel, flow = self.geometry, self._prompt[3], self.token2wav.flow
         draw = torch.Generator().manual_seed(0)
         cnn, tokens, frames, *solver = (self._primed[name].to(mel.device, copy=True) for name in self.STATE)
+        if restore is not None:
+            self._workspaces.park()
         results = []
         for last in (False, True) if geometry.flush else (False,):
             presented = geometry.hop + (0 if last else geometry.lookahead)
@@ -227,13 +232,15 @@ class Token2WavStream:
         """In place of the flow model's `setup_cache`: the same prompt pass, its result as declared regions."""
         self._check(mel.shape[1], n_timesteps)
         self.eager_calls["priming"] += 1
-        cache = self._vendor_setup(token, mel, spk, n_timesteps)
-        tokens, frames = self.plain_conformer[False].unpack(cache["conformer_att_cache"])
-        # The vendor's estimator caches are views of its workspaces, here exactly T rows of them.
-        return dict(zip(self.STATE, (cache["conformer_cnn_cache"], tokens, frames,
-                                     cache["estimator_cnn_cache"].clone(),
-                                     cache["estimator_att_cache"].clone(memory_format=torch.contiguous_format)),
-                        strict=True))  # fmt: skip
+        with self._workspaces.awake():
+            cache = self._vendor_setup(token, mel, spk, n_timesteps)
+            tokens, frames = self.plain_conformer[False].unpack(cache["conformer_att_cache"])
+            # The vendor's estimator caches are views of its workspaces, here exactly T rows of them.
+            solver_cnn = cache["estimator_cnn_cache"].clone()
+            solver_att = cache["estimator_att_cache"].clone(memory_format=torch.contiguous_format)
+        return dict(
+            zip(self.STATE, (cache["conformer_cnn_cache"], tokens, frames, solver_cnn, solver_att), strict=True)
+        )
 
     @torch.inference_mode()
     def _inference_chunk(
@@ -244,15 +251,18 @@ class Token2WavStream:
         if missing := [name for name in self.STATE if name not in cache]:
             raise ContractError(f"this cache was not made while bound, it has no {missing[0]}: start the stream again")
         flow, conformer = self.flow, self.conformer[last_chunk]
+        memory: AbstractContextManager[Any] = nullcontext()
         if not self.geometry.declares(token.shape[1], last_chunk):
             self.eager_calls["undeclared size"] += 1
             flow, conformer = self.plain_flow, self.plain_conformer[last_chunk]
+            memory = self._workspaces.awake()
         # Dynamo tells inference tensors from others and would compile again for the first call of a turn.
         token, cnn, tokens, frames, solver_cnn, solver_att = (
             given if given.is_inference() else given.clone() for given in (token, *(cache[name] for name in self.STATE))
         )
         mu, cnn, tokens, frames = conformer(token, cnn, tokens, frames)
-        mel, solver_cnn, solver_att = flow(mu, self._speaker(spk), torch.zeros_like(mu), solver_cnn, solver_att)
+        with memory:
+            mel, solver_cnn, solver_att = flow(mu, self._speaker(spk), torch.zeros_like(mu), solver_cnn, solver_att)
         return mel, dict(zip(self.STATE, (cnn, tokens, frames, solver_cnn, solver_att), strict=True))
 
 

@@ -71,7 +71,7 @@ class Geometry:
         return (3 + self.retained // (self.rate * self.hop)) * (1 + len(self.flush))
 
     def flow_contract(self) -> Contract:
-        """`FlowStep`: a carry and two workspaces, over (solver step, frame)."""
+        """`FlowStep`: two carries and the four workspaces they are made in, over (solver step, frame)."""
         attended = PromptPlusLast(self.prompt, self.retained, order="prepend")
         rows = ("solver", "frame")
         carried = (
@@ -84,6 +84,10 @@ class Geometry:
                    lifetime="unit"),
             Region("step_workspace", attribute="decoder.estimator.att_cache_buffer", axis=3, clock="frame",
                    retention=attended, lifetime="operator"),
+            Region("cnn_workspace", attribute="decoder.cnn_cache_buffer", axis=(0, 4), clock=rows, retention=Pinned(2),
+                   lifetime="unit"),
+            Region("cnn_step_workspace", attribute="decoder.estimator.cnn_cache_buffer", axis=3, clock="frame",
+                   retention=Pinned(2), lifetime="operator"),
         )  # fmt: skip
         return Contract(
             (*self._clocks(), Clock("solver", period=self.steps)),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cadence_fx.adapters.token2wav_geometry import Geometry
+from cadence_fx.parking import Awake, awake, park
 
 
 def trim(cache: Tensor, axis: int, prompt: int, retained: int) -> Tensor:
@@ -79,7 +81,8 @@ class Workspaces:
     """The vendor's four solver buffers, sized to the contract while bound.
 
     As shipped they hold 16 solver rows of 1,000 frames, whatever is attended. `release` puts buffers of the shipped
-    shapes and bytes back; until then the shipped bytes wait on the host, if there were any but zeros.
+    shapes and bytes back; until then the shipped bytes wait on the host, if there were any but zeros. `park` gives
+    their memory back between calls; whatever uses them then, other than the compiled step, does it inside `awake`.
     """
 
     def __init__(self, step: FlowStep) -> None:
@@ -100,6 +103,16 @@ class Workspaces:
         setattr(owner, name, None)
         del buffer  # two gigabytes as released: gone before the successor is allocated
         setattr(owner, name, like.new_zeros(shape))
+
+    @property
+    def _buffers(self) -> list[Tensor]:
+        return [getattr(owner, name) for owner, name, _, _ in self._shipped]
+
+    def park(self) -> None:
+        park(self._buffers)
+
+    def awake(self) -> AbstractContextManager[Awake]:
+        return awake(self._buffers)
 
     def release(self) -> None:
         while self._shipped:

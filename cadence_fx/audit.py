@@ -17,6 +17,7 @@ from cadence_fx.bytesops import bytes_equal, digest, first_difference
 from cadence_fx.errors import AuditMismatch
 from cadence_fx.graph import GraphPlanner
 from cadence_fx.lookup import program_of
+from cadence_fx.parking import awake
 from cadence_fx.program import Program
 from cadence_fx.signature import is_plain
 from cadence_fx.table import ReplayTable
@@ -61,7 +62,8 @@ class _Auditor:
         self._ledger = ledger
 
     def __call__(self, planner: GraphPlanner, table: ReplayTable, args: Sequence[Any]) -> list[Any]:
-        stock_args = _copies(planner.stock_args(args))
+        with awake(planner.workspaces(args)):
+            stock_args = _copies(planner.stock_args(args))
         generators = _generators()
         expected = planner.gm.forward(*stock_args)
         after = _generators()

@@ -254,7 +254,8 @@ def _record_certified(
             recording.close()
             raise
         if problem is None:
-            plan.notes += [*way.notes, *edited.notes, f"admitted: {way.name}"]
+            plan.notes += [*way.notes, *edited.notes]
+            plan.admit(way)
             return recording
         recording.close()
         _dropped(plan, way, problem, ledger)

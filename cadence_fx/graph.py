@@ -18,6 +18,7 @@ from cadence_fx.errors import CadenceError, NotCapturable, RetentionMismatch
 from cadence_fx.layout import Layout, in_layout, is_channels_last, layout_of
 from cadence_fx.ledger import log
 from cadence_fx.pairing import Pairing, extents
+from cadence_fx.parking import awake
 from cadence_fx.passes import PassContext, RegionSlot, select_edits, select_passes
 from cadence_fx.passes.effects import all_known, draws
 from cadence_fx.passes.graphs import GraphFacts, output_node
@@ -72,6 +73,7 @@ class GraphPlanner:
         if len(ints) > len(self._ints):
             self.verdict = Miss("data_dependent", "an int that is read off a tensor is a result")
         self._in_place: set[int] = set()
+        self._scratch = [i.index for i in binding.inputs if i.role == "fixed" and program.is_scratch(i.origin)]
         self.resumes = site.resumes
         self._inference = torch.is_inference_mode_enabled()
         (results,) = gm.graph.output_node().args
@@ -218,7 +220,7 @@ class GraphPlanner:
         self._in_place = {instance.index for instance in binding.instances if instance.index in written}
         self.pairing.complete(aten, args, point, written)
         uses, slots = self._regions(args, point, placeholders)
-        scratch = {i.index for i in binding.inputs if i.role == "fixed" and program.is_scratch(i.origin)}
+        scratch = set(self._scratch)
         fixed = binding.indices("fixed")
         # A declared state that this graph neither returns nor writes is an argument like any other.
         staged = [*binding.indices("staged"), *sorted({i.index for i in binding.instances} - {u.index for u in uses})]
@@ -230,6 +232,7 @@ class GraphPlanner:
             return PassContext(
                 tuple(slots),
                 frozenset(tied),
+                scratch_inputs=frozenset(placeholders[i].name for i in scratch),
                 unsteady=self._unsteady(args, tied, written, scratch),
                 origins={
                     name: repr((args[i].data_ptr(), fixed_key(args[i])))
@@ -361,6 +364,12 @@ class GraphPlanner:
         lazy = frozenset(self.names[i] for i in plan.fixed if is_lazy(args[i]))
         return plan.fingerprint, frozenset(self._signature(args).items()), lazy
 
+    # -- workspaces ---------------------------------------------------------------------------------------------------
+
+    def workspaces(self, args: Sequence[Any]) -> list[torch.Tensor]:
+        """The arguments at fixed addresses that are declared to mean nothing between calls."""
+        return [args[i] for i in self._scratch]
+
     # -- eager --------------------------------------------------------------------------------------------------------
 
     def run_eager(self, args: Sequence[Any]) -> Any:
@@ -370,6 +379,12 @@ class GraphPlanner:
         Raises:
             StaleState: a state that a call has consumed was passed in.
         """
+        with awake(self.workspaces(args)) as block:
+            outputs = self._run_eager(args)
+            block.keep(out for out in outputs if isinstance(out, torch.Tensor) and out.layout is torch.strided)
+        return outputs
+
+    def _run_eager(self, args: Sequence[Any]) -> list[Any]:
         given = self.stock_args(args)
         saved = [(args[i], args[i].clone()) for i in self._in_place if not args[i].requires_grad]
         try:

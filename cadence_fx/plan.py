@@ -77,6 +77,7 @@ class Way:
         kept: the values that it finds computed.
         edits: what is done to the captured graph.
         cleared: see `EditContext`.
+        idle: indices of fixed arguments that it neither reads nor writes, and that nothing it relies on was made of.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Way:
     kept: KeptValues | None = None
     edits: Sequence[Edit] = ()
     cleared: Sequence[torch.Tensor] = ()
+    idle: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(slots=True)
@@ -97,7 +99,8 @@ class Plan:
             admitted.
         reference: the stock computation on the same arguments (without destinations), for the certificate.
         label: names the class in reports: clocks and extents.
-        fixed: indices of arguments bound by pointer.
+        fixed: indices of arguments bound by pointer; once a way is admitted, of those that it uses.
+        idle: indices of arguments that were to be bound by pointer and that the admitted way does not use.
         staged: indices of arguments copied in on each call.
         mutated: indices of fixed or staged arguments the code writes and whose contents mean something afterwards.
         written: all indices of fixed or staged arguments the code writes, declared workspaces among them.
@@ -123,6 +126,7 @@ class Plan:
     mutated: list[int] = dataclasses.field(default_factory=list)
     written: list[int] = dataclasses.field(default_factory=list)
     regions: list[RegionUse] = dataclasses.field(default_factory=list)
+    idle: frozenset[int] = frozenset()
     notes: list[str] = dataclasses.field(default_factory=list)
     compared: int = 0
     fingerprint: str | None = None
@@ -135,6 +139,13 @@ class Plan:
     reached: frozenset[int] = frozenset()
     host: HostSide | None = None
     kept: KeptValues | None = None
+
+    def admit(self, way: Way) -> None:
+        """Settle for one way to run the class: what it leaves alone may be anywhere."""
+        self.idle = way.idle
+        self.fixed = [i for i in self.fixed if i not in way.idle]
+        self.written = [i for i in self.written if i not in way.idle]
+        self.notes.append(f"admitted: {way.name}")
 
     def predicted_bytes(self, args: Sequence[Any]) -> int:
         """Bytes of the inputs that are neither aliased nor fixed."""
@@ -158,6 +169,9 @@ class Planner(Protocol):
 
     def admitted(self, plan: Plan, args: Sequence[Any], entry: Any) -> None:
         """A class has been captured."""
+
+    def workspaces(self, args: Sequence[Any]) -> Sequence[torch.Tensor]:
+        """Those arguments whose contents mean nothing between calls, and that may be parked."""
 
     def run_eager(self, args: Sequence[Any]) -> Any:
         """Run the stock computation; states it returns are put back into their carries."""

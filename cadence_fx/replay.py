@@ -130,6 +130,9 @@ class PlainPlanner:
     def admitted(self, plan: Plan, args: Sequence[Any], entry: ReplayClass) -> None:
         pass
 
+    def workspaces(self, args: Sequence[Any]) -> tuple[()]:
+        return ()
+
     def run_eager(self, args: Sequence[Any]) -> list[Any]:
         """The user's callable on the user's own objects; its result is one leaf, without a structure."""
         assert isinstance(args, _Leaves)

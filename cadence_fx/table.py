@@ -19,6 +19,7 @@ from cadence_fx.capture import ReplayClass, capture, overlap, unfit
 from cadence_fx.errors import CadenceError
 from cadence_fx.ledger import Ledger, log
 from cadence_fx.outputs import hand_out
+from cadence_fx.parking import awake
 from cadence_fx.plan import NEEDS_GRAD, WATCHED, Miss, Plan, Planner
 from cadence_fx.recorder import give_back
 from cadence_fx.signature import Unkeyable, call_key
@@ -188,7 +189,8 @@ class ReplayTable:
         moved = next(i for i in entry.plan.fixed if args[i].data_ptr() != entry.pointers[i])
         name = self.names[moved]
         self._moves[moved] += 1
-        for key in [key for key, each in self.classes.items() if each.pointers[moved] != args[moved].data_ptr()]:
+        here = (None, args[moved].data_ptr())  # None: a class that does not use it
+        for key in [key for key, each in self.classes.items() if each.pointers[moved] not in here]:
             self.ledger.invalidate("address", f"{name} moved")
             self.drop(key)
         return self._miss(args, Miss("address", f"{name} is not where it was captured"))
@@ -244,6 +246,14 @@ class ReplayTable:
         restless = self._restless()
         if restless is not None:
             return restless
+        with awake(self.planner.workspaces(args)) as block:
+            entry = self._admit(key, args)
+            if isinstance(entry, ReplayClass):
+                block.keep(args[i] for i in entry.plan.fixed)
+        return entry
+
+    def _admit(self, key: tuple[Any, ...], args: Sequence[Any]) -> ReplayClass | Miss:
+        """Plan and capture a class for a signature that may have one."""
         plan = self.planner.plan(args)
         key = self._key(args)  # planning has told what else it depends on
         if isinstance(plan, Miss):

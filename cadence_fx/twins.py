@@ -58,7 +58,8 @@ def in_terms_of(
     """
     index = {name: i for i, name in enumerate(plan_names)}
     moved = {i: index[name] for i, name in enumerate(names) if name in index}
-    if {moved.get(i) for i in entry.plan.fixed} != set(plan.fixed) or {moved.get(i) for i in entry.plan.staged} != set(
+    bound = {*entry.plan.fixed, *entry.plan.idle}
+    if {moved.get(i) for i in bound} != set(plan.fixed) or {moved.get(i) for i in entry.plan.staged} != set(
         plan.staged
     ):
         return None
@@ -82,6 +83,9 @@ def in_terms_of(
         entry,
         plan=dataclasses.replace(
             plan,
+            fixed=[moved[i] for i in entry.plan.fixed],
+            idle=frozenset(moved[i] for i in entry.plan.idle),
+            written=[moved[i] for i in entry.plan.written],
             staged=[moved[i] for i in entry.plan.staged],
             mutated=[moved[i] for i in entry.plan.mutated],
             host=entry.plan.host.moved(moved) if entry.plan.host is not None else None,

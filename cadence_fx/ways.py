@@ -127,6 +127,7 @@ def _rewritten(
             told,
             kept=subject.kept(context),
             cleared=tuple(context.cleared),
+            idle=_idle(gm.graph, subject.aten.graph, context),
         )
         changing = [*context.modified, *([ParallelBranches.name] if branched is not None else [])]
         return way, [each for each in changing if each in optional]
@@ -139,11 +140,29 @@ def _copied_back(subject: Subject, passes: Sequence[Pass], notes: list[str]) -> 
     split = [pass_.name for pass_ in needed].index(SplitHost.name) + 1
     context = subject.context()
     try:
-        forward = run_passes(subject.aten, context, needed[:split]).forward
+        gm = run_passes(subject.aten, context, needed[:split])
     except PassFailed:
-        context, forward = subject.context(), subject.aten.forward
-    return Way(
-        "state copied back", written_back(forward, subject.uses), subject.host(context), [*notes, *context.notes]
+        context, gm = subject.context(), subject.aten
+    run = written_back(gm.forward, subject.uses)
+    idle = _idle(gm.graph, subject.aten.graph, context)
+    return Way("state copied back", run, subject.host(context), [*notes, *context.notes], idle=idle)
+
+
+def _idle(graph: fx.Graph, traced: fx.Graph, context: PassContext) -> frozenset[int]:
+    """Indices of inputs at fixed addresses that a class does not depend on.
+
+    What the traced graph uses and a rewritten one does not may have gone into a constant of it, unless its contents
+    mean nothing.
+    """
+    elsewhere = {name for premise in context.premises for name in premise.inputs}
+    elsewhere |= set(context.host.inputs) if context.host is not None else set()
+    now, before = graph.find_nodes(op="placeholder"), traced.find_nodes(op="placeholder")
+    return frozenset(
+        i
+        for i, (node, known) in enumerate(zip(now, before, strict=False))  # destinations come behind
+        if known.name in context.frozen_inputs - elsewhere
+        and not node.users
+        and (known.name in context.scratch_inputs or not known.users)
     )
 
 

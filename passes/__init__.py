@@ -16,6 +16,7 @@ from cadence_fx.passes.clear_once import ClearOnce
 from cadence_fx.passes.cleared_products import ClearedProducts
 from cadence_fx.passes.drop_scalings import DropScalings
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
+from cadence_fx.passes.forward_stores import ForwardStores
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
 from cadence_fx.passes.hoist_slow import HoistSlow
 from cadence_fx.passes.jit_chains import JitChains
@@ -57,6 +58,7 @@ __all__ = [
     "Edit",
     "EditContext",
     "FoldHostConstants",
+    "ForwardStores",
     "HoistHostReads",
     "HoistSlow",
     "HostPart",

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from cadence_fx.passes.graphs import OpOverload, bound_args
-from cadence_fx.passes.movement import DROPOUTS
+from cadence_fx.passes.graphs import OpOverload, bound_args, tensors_in
+from cadence_fx.passes.movement import DROPOUTS, FACTORIES, FILLS, IDENTITIES, MOVES, SHAPED_LIKE
 
-__all__ = ["all_known", "draws", "is_collective", "keeps_own_randomness", "only_gathers", "reads_value"]
+__all__ = ["all_known", "draws", "is_collective", "keeps_own_randomness", "may_raise", "only_gathers", "reads_value"]
 
 aten = torch.ops.aten
 _COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"}
@@ -26,6 +26,59 @@ _DROPOUTS = DROPOUTS | {
     aten.feature_alpha_dropout_.default,
     aten.feature_dropout_.default,
 }
+
+
+# Operators that take any values of their arguments, once the shapes fit.
+_TOTAL = (
+    MOVES
+    | IDENTITIES
+    | FACTORIES
+    | FILLS
+    | SHAPED_LIKE
+    | {
+        aten.add.Tensor,
+        aten.addmm.default,
+        aten.amax.default,
+        aten.amin.default,
+        aten.avg_pool1d.default,
+        aten.baddbmm.default,
+        aten.bmm.default,
+        aten.conv1d.default,
+        aten.conv2d.default,
+        aten.conv_transpose1d.default,
+        aten.convolution.default,
+        aten.cumsum.default,
+        aten.group_norm.default,
+        aten.layer_norm.default,
+        aten.linear.default,
+        aten.linspace.default,
+        aten.arange.default,
+        aten.arange.start,
+        aten.arange.start_step,
+        aten.matmul.default,
+        aten.mean.default,
+        aten.mean.dim,
+        aten.mm.default,
+        aten.mul.Tensor,
+        aten.native_layer_norm.default,
+        aten.rms_norm.default,
+        aten.scaled_dot_product_attention.default,
+        aten.softmax.int,
+        aten.sub.Tensor,
+        aten.sum.default,
+        aten.sum.dim_IntList,
+    }
+)
+
+
+def may_raise(node: fx.Node) -> bool:
+    """Whether an operator may raise on the host, for some values of its arguments: all that are not known never to."""
+    if node.op != "call_function" or node.target in _TOTAL or node.target in _DROPOUTS:
+        return node.op in ("call_module", "call_method")
+    if not isinstance(node.target, OpOverload) or torch.Tag.pointwise not in node.target.tags:
+        return True
+    # Integers are divided by zero, or raised to negative powers.
+    return not all(val.dtype.is_floating_point for arg in node.all_input_nodes for val in tensors_in(arg.meta["val"]))
 
 
 def is_collective(target: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
     "ALLOCATIONS",
+    "MEMORY_OF",
     "GraphFacts",
+    "Liveness",
     "OpOverload",
     "add_tensor",
     "bound_args",
@@ -30,6 +32,7 @@ __all__ = [
 
 aten = torch.ops.aten
 OpOverload: Any = type(aten.copy_.default)
+MEMORY_OF = "cadence_memory_of"  # in the meta of a placeholder: the name of another one, in whose memory it lies
 
 # Operators whose schema says "alias" for what is an alias only for some shapes, strides or dtypes. Shapes are static
 # here, so the traced values know: these alias exactly when their storages are the same.
@@ -169,8 +172,13 @@ class GraphFacts:
         self.order: dict[fx.Node, int] = {node: index for index, node in enumerate(graph.nodes)}
         self._parent: dict[fx.Node, fx.Node] = {}
         by_storage: dict[StorageWeakRef, fx.Node] = {}
+        by_name: dict[str, fx.Node] = {}
         for node in self.order:
             self._parent[node] = node
+            if node.op == "placeholder":
+                by_name[node.name] = node
+                if node.meta.get(MEMORY_OF) in by_name:
+                    self._join(node, by_name[node.meta[MEMORY_OF]])
             for source in _schema_aliases(node):
                 self._join(node, source)
             for tensor in tensors_in(node.meta.get("val")):
@@ -205,37 +213,68 @@ class GraphFacts:
         self._parent[self.alias_class(left)] = self.alias_class(right)
 
 
-def live_nodes(graph: fx.Graph, facts: GraphFacts, results: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes that must run for ``results`` and for every effect that can be observed from outside.
+class Liveness:
+    """What must run: for results, and for every effect that can be observed from outside.
 
-    A write on memory that the graph itself made is no effect by itself: it runs if anything of that memory is used.
+    A write on memory that the graph itself made, or that means nothing between calls, is no effect by itself: it runs
+    if anything of that memory is used.
+
+    Args:
+        scratch: names of placeholders whose memory means nothing between calls.
+
+    Attributes:
+        roots: nodes that run whatever the results are; all placeholders but scratch among them.
     """
-    outside = {facts.alias_class(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")}
-    local: dict[fx.Node, list[fx.Node]] = {}  # memory made in the graph -> writes that matter only with it
-    pending = list(results)
-    for node in graph.nodes:
-        if node.op == "output" or not is_impure(node):
-            continue
-        written = {facts.alias_class(target) for target in may_write(node)}
-        if written and not written & outside and _only_writes(node):
-            for rep in written:
-                local.setdefault(rep, []).append(node)
-        else:
-            pending.append(node)
-    live: set[fx.Node] = set()
-    while pending:
-        node = pending.pop()
-        if node not in live:
-            live.add(node)
+
+    def __init__(self, graph: fx.Graph, facts: GraphFacts, scratch: frozenset[str] = frozenset()) -> None:
+        self._facts = facts
+        outside = {
+            facts.alias_class(node)
+            for node in graph.nodes
+            if node.op == "get_attr" or (node.op == "placeholder" and node.name not in scratch)
+        }
+        self._local: dict[fx.Node, list[fx.Node]] = {}  # such memory -> writes that matter only with it
+        self.roots: list[fx.Node] = []
+        for node in graph.nodes:
+            if node.op == "output" or not is_impure(node) or (node.op == "placeholder" and node.name in scratch):
+                continue
+            written = {facts.alias_class(target) for target in may_write(node)}
+            if written and not written & outside and _only_writes(node):
+                for rep in written:
+                    self._local.setdefault(rep, []).append(node)
+            else:
+                self.roots.append(node)
+
+    def needed(self, results: Iterable[fx.Node], known: Set[fx.Node] = frozenset()) -> set[fx.Node]:
+        """Nodes that must run for ``results``, without those that ``known`` holds and what only they need."""
+        found: set[fx.Node] = set()
+        touched: set[fx.Node] = set()
+        pending = list(results)
+        while pending:
+            node = pending.pop()
+            if node in found or node in known:
+                continue
+            found.add(node)
             pending += node.all_input_nodes
-            pending += local.pop(facts.alias_class(node), ())
-    return live
+            rep = self._facts.alias_class(node)
+            if rep not in touched:
+                touched.add(rep)
+                pending += self._local.get(rep, ())
+        return found
 
 
-def erase_dead_code(graph: fx.Graph) -> int:
-    """Erase what ``live_nodes`` does not need for the output; returns how many nodes."""
-    live = live_nodes(graph, GraphFacts(graph), [output_node(graph)])
-    dead = [node for node in graph.nodes if node not in live]
+def live_nodes(
+    graph: fx.Graph, facts: GraphFacts, results: Iterable[fx.Node], scratch: frozenset[str] = frozenset()
+) -> set[fx.Node]:
+    """Nodes that must run for ``results`` and for every effect that can be observed from outside (see ``Liveness``)."""
+    liveness = Liveness(graph, facts, scratch)
+    return liveness.needed([*liveness.roots, *results])
+
+
+def erase_dead_code(graph: fx.Graph, scratch: frozenset[str] = frozenset()) -> int:
+    """Erase what ``live_nodes`` does not need for the output; returns how many nodes. Placeholders stay."""
+    live = live_nodes(graph, GraphFacts(graph), [output_node(graph)], scratch)
+    dead = [node for node in graph.nodes if node not in live and node.op != "placeholder"]
     for node in reversed(dead):
         graph.erase_node(node)
     return len(dead)

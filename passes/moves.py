@@ -1,9 +1,10 @@
 """The order of writes on memory that some of them also read.
 
-The writes at the end of a graph are meant as one parallel assignment: every source is what it was before the first
-write. Old and new state of a slot start at one address, so a write can destroy what another has yet to read. A read
-goes before the write that would destroy it; a move onto itself is cut into steps no longer than the distance it goes;
-where neither works the source is copied to scratch memory before the first write.
+The writes on new states are meant as one parallel assignment: every source is what it was before the first write.
+Those whose sources lie in the states themselves stand together at the end of the graph (see ``placement``). Old and new
+state of a slot start at one address, so a write can destroy what another has yet to read. A read goes before the write
+that would destroy it; a move onto itself is cut into steps no longer than the distance it goes; where neither works the
+source is copied to scratch memory before the first write.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from math import prod
 
 from cadence_fx.passes.pieces import Piece, Source, crop, shift
 
-__all__ = ["Geometry", "Move", "schedule"]
+__all__ = ["Geometry", "Move", "boxes_meet", "schedule"]
 
 _MOST_STEPS = 8  # more launches than this cost more than one scratch copy
 
@@ -37,6 +38,25 @@ class Geometry:
             return True
         rest = self.old[: self.axis] + self.old[self.axis + 1 :] == self.new[: self.axis] + self.new[self.axis + 1 :]
         return rest and prod(self.old[: self.axis]) == 1
+
+    @staticmethod
+    def span(shape: Sequence[int], start: Sequence[int], size: Sequence[int]) -> tuple[int, int]:
+        """The first and the last element of a box of a contiguous tensor, counted from its address."""
+        first = last = 0
+        for extent, begin, length in zip(shape, start, size, strict=True):
+            first = first * extent + begin
+            last = last * extent + begin + length - 1
+        return first, last
+
+    def meet(
+        self, start: Sequence[int], size: Sequence[int], old_start: Sequence[int], old_size: Sequence[int]
+    ) -> bool:
+        """Whether a box of the new state may lie over one of the old state."""
+        if self.same_coordinates:
+            return boxes_meet(start, size, old_start, old_size)
+        low, high = self.span(self.new, start, size)
+        old_low, old_high = self.span(self.old, old_start, old_size)
+        return low <= old_high and old_low <= high
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +118,12 @@ def _destroys(writer: Move, reader: Move, geometries: Sequence[Geometry]) -> boo
         return False
     if not (reader.direct and geometries[writer.into].same_coordinates):
         return True
-    start, size = reader.source_box()
-    return all(
-        a < b + m and b < a + n for a, n, b, m in zip(start, size, writer.piece.start, writer.piece.size, strict=True)
-    )
+    return boxes_meet(writer.piece.start, writer.piece.size, *reader.source_box())
+
+
+def boxes_meet(start: Sequence[int], size: Sequence[int], other: Sequence[int], extent: Sequence[int]) -> bool:
+    """Whether two boxes, each given by start and size, have a point in common."""
+    return all(a < b + m and b < a + n for a, n, b, m in zip(start, size, other, extent, strict=True))
 
 
 def _steps(move: Move, geometries: Sequence[Geometry]) -> list[Move]:

@@ -155,9 +155,20 @@ def expand(pieces: Sequence[Piece], shape: Sequence[int], to: Sequence[int]) -> 
 def overwrite(pieces: Sequence[Piece], written: Sequence[Piece]) -> list[Piece]:
     """``pieces`` with ``written`` on top."""
     kept = list(pieces)
-    for top in written:
+    for top in _outline(written):
         kept = [part for piece in kept for part in _outside(piece, top)]
     return [*kept, *written]
+
+
+def _outline(pieces: Sequence[Piece]) -> Sequence[Piece]:
+    """The box that disjoint pieces fill, or the pieces themselves where they leave gaps."""
+    if len(pieces) < 2:
+        return pieces
+    start = tuple(map(min, zip(*(p.start for p in pieces), strict=True)))
+    ends = (tuple(a + n for a, n in zip(p.start, p.size, strict=True)) for p in pieces)
+    size = tuple(max(end) - first for end, first in zip(zip(*ends, strict=True), start, strict=True))
+    whole_box = Piece(start, size, Stale())
+    return [whole_box] if sum(p.numel for p in pieces) == whole_box.numel else pieces
 
 
 def _outside(piece: Piece, box: Piece) -> list[Piece]:
@@ -230,9 +241,11 @@ def _join(left: Piece, right: Piece, dim: int) -> Piece | None:
         source = left.source
     else:
         return None
-    instead = None
-    if left.instead and right.instead:
-        instead = _join_sources(left, left.instead, right, right.instead, dim)
+    if left.instead is None or right.instead is None:
+        return Piece(left.start, tuple(size), source) if left.instead is right.instead else None
+    instead = _join_sources(left, left.instead, right, right.instead, dim)
+    if instead is None:
+        return None  # the one place would be known, and the other forgotten
     return Piece(left.start, tuple(size), source, instead)
 
 

@@ -19,6 +19,7 @@ from cadence_fx.passes.clear_once import ClearOnce
 from cadence_fx.passes.cleared_products import ClearedProducts
 from cadence_fx.passes.drop_scalings import DropScalings
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
+from cadence_fx.passes.forward_stores import ForwardStores
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
 from cadence_fx.passes.hoist_slow import HoistSlow
 from cadence_fx.passes.jit_chains import JitChains
@@ -73,8 +74,9 @@ def _all() -> list[Pass]:
         FoldHostConstants(),  # before the states are followed: what it leaves behind is constant and on the device
         SplitHost(),  # after the constants: what is left on the host changes from call to call
         MergeCommon(),  # before the states are written in place: nothing is written yet that the code does not write
-        ReinplaceRetention(),  # after whatever changes how a state is computed; its writes must stay at the end
-        HoistSlow(),  # after what follows states, which goes by constants; it writes nothing, and the writes stay last
+        ForwardStores(),  # before the states are followed: what they are made of is then closer at hand
+        ReinplaceRetention(),  # after whatever changes how a state is computed; its writes stay behind reads of the old
+        HoistSlow(),  # after what follows states, which goes by constants; it writes nothing
         JitChains(),  # after the writes on states, which are no part of a chain
         ClearedProducts(),  # after whatever decides which products there are and how long their results live
         VerifyCapturable(),  # after every rewrite: it judges the graph that will be recorded

@@ -17,10 +17,20 @@ After, with ``cache`` and ``carry_0`` at one address::
         carry_0[:, 6:8].copy_(x)
         return [..., carry_0]
 
-Why no byte moves: the returned value is followed only through operators that place bytes (``resolve``), every write is
-``copy_`` between equal dtypes or ``fill_`` with the number the graph itself fills with, every write stands after every
-other operator of the graph, and their order keeps each source until it is read (``moves``). What cannot be followed is
-copied whole.
+A workspace on the way (memory that the graph makes, or a placeholder that means nothing between calls) is seen through:
+what was stored there is written from where it was made, and the stores are gone::
+
+    def forward(self, x, cache, workspace):            def forward(self, x, cache, workspace, carry_0):
+        k = aten.cat([x, cache[0]], 1)                     k = aten.cat([x, cache[0]], 1)
+        workspace[0].copy_(k)                    ->        carry_0[0].copy_(k[:, :8])
+        ...                                                ...
+        return [..., workspace[:, :, :8].clone()]          return [..., carry_0]
+
+Why no byte moves: the returned value is followed only through operators that place bytes (``resolve``), and every write
+is ``copy_`` between equal dtypes or ``fill_`` with the number the graph itself fills with. A write whose source lies in
+no state stands as soon as all reads of what it destroys are over (``placement``); the others stand after every other
+operator of the graph, and their order keeps each source until it is read (``moves``). What cannot be followed, or comes
+from more places than is worth it (``costs``), is copied whole.
 """
 
 from __future__ import annotations
@@ -32,15 +42,26 @@ import torch.fx as fx
 
 from cadence_fx.passes.base import PassContext, PassResult, RegionSlot
 from cadence_fx.passes.constants import Constants
-from cadence_fx.passes.graphs import GraphFacts, emit, erase_dead_code, live_nodes, output_node, tensor_val
+from cadence_fx.passes.emission import Rows, emit_box, emit_copy, emit_source
+from cadence_fx.passes.graphs import (
+    MEMORY_OF,
+    GraphFacts,
+    Liveness,
+    emit,
+    erase_dead_code,
+    output_node,
+    tensor_val,
+)
 from cadence_fx.passes.moves import Geometry, Move, schedule
 from cadence_fx.passes.pieces import Fill, Piece, Source, merge, whole
+from cadence_fx.passes.placement import Carries, place
 from cadence_fx.passes.resolve import Resolver
+from cadence_fx.passes.savings import WRITE, cost_of_nodes
+from cadence_fx.passes.windows import Windows
 
 __all__ = ["ReinplaceRetention"]
 
 aten = torch.ops.aten
-_MOST_WRITES = 16  # a value in more pieces than this is written whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +77,7 @@ class _Site:
 
 
 class ReinplaceRetention:
-    """Appends a destination placeholder for each returned state and ends the graph with writes into it."""
+    """Appends a destination placeholder for each returned state and writes it there."""
 
     name = "reinplace_retention"
 
@@ -82,25 +103,32 @@ class ReinplaceRetention:
         sites = _sites(graph, ctx)
         if not sites:
             return PassResult(gm, False)
-        facts = GraphFacts(graph)
-        moves, reread = _moves(gm, facts, sites)
-        ordered = schedule(moves, [site.geometry for site in sites])
+        plan = _Rewrite(gm, sites, ctx.scratch_inputs)
+        early, late = plan.place()
+        ordered = schedule(late, plan.geometries)
         destinations = _add_destinations(graph, sites)
+        rows = Rows(graph, destinations[-1].next)
+        for anchor, moves in early.items():
+            after = destinations[-1] if anchor.op == "placeholder" else anchor
+            with graph.inserting_before(after.next):
+                _write(graph, moves, sites, destinations, rows)
         out = output_node(graph)
         with graph.inserting_before(out):
-            results = _privatised(graph, facts, sites, list(out.args[0]))  # type: ignore[arg-type]
-            _write(graph, ordered, sites, destinations)
+            results = _privatised(graph, plan.facts, sites, list(out.args[0]))  # type: ignore[arg-type]
+            _write(graph, ordered, sites, destinations, rows)
         for site, destination in zip(sites, destinations, strict=True):
             results[site.output] = destination
         out.args = (tuple(results) if isinstance(out.args[0], tuple) else results,)
-        erased = erase_dead_code(graph)
+        erased = erase_dead_code(graph, ctx.scratch_inputs)
         regions = list(ctx.regions)
         for which, (site, destination) in enumerate(zip(sites, destinations, strict=True)):
             regions[site.at] = replace(site.slot, destination=destination.name)
             mine = [move for move in ordered if move.into == which]
+            ahead = sum(move.into == which for moves in early.values() for move in moves)
             scratch = sum(move.piece.numel for move in mine if move.scratch) * tensor_val(site.old).element_size()
-            how = "read from a value the graph needs anyway" if which in reread else f"{scratch} bytes of scratch"
-            ctx.notes.append(f"{self.name}: {site.slot.instance}: {len(mine)} writes, {how}")
+            how = "read from a value the graph needs anyway" if which in plan.reread else f"{scratch} bytes of scratch"
+            when = f" ({ahead} before the end)" if ahead else ""
+            ctx.notes.append(f"{self.name}: {site.slot.instance}: {len(mine) + ahead} writes{when}, {how}")
         ctx.notes.append(f"{self.name}: {erased} operators are no longer needed")
         ctx.regions = tuple(regions)
         return PassResult(gm, True)
@@ -132,25 +160,38 @@ def _sites(graph: fx.Graph, ctx: PassContext) -> list[_Site]:
     return sites
 
 
-def _moves(gm: fx.GraphModule, facts: GraphFacts, sites: list[_Site]) -> tuple[list[Move], set[int]]:
-    """The writes of all slots, unordered, and the slots whose retained frames are read from elsewhere."""
-    carry = {facts.alias_class(site.old): which for which, site in enumerate(sites)}
-    states = {site.output for site in sites}
-    others = [r for i, r in enumerate(output_node(gm.graph).args[0]) if i not in states and isinstance(r, fx.Node)]  # type: ignore[arg-type]
-    needed = live_nodes(gm.graph, facts, others)
-    free = {node for node in needed if facts.alias_class(node) not in carry}
-    resolver = Resolver(facts, Constants(gm, facts), free)
-    moves: list[Move] = []
-    reread = set()
-    for into, site in enumerate(sites):
-        pieces = resolver.at_end(site.value)
-        if len(pieces) > _MOST_WRITES:
-            pieces = whole(site.value, tensor_val(site.value).shape)
-        mine = [_move(into, piece, facts, carry, sites) for piece in pieces]
+class _Rewrite:
+    """The writes of all slots: what each is read from, and where it may stand.
+
+    Attributes:
+        reread: slots whose retained frames are read from elsewhere.
+    """
+
+    def __init__(self, gm: fx.GraphModule, sites: list[_Site], scratch: frozenset[str]) -> None:
+        self.facts = facts = GraphFacts(gm.graph)
+        self.geometries = [site.geometry for site in sites]
+        self.reread: set[int] = set()
+        self._sites = sites
+        self._carry = {facts.alias_class(site.old): which for which, site in enumerate(sites)}
+        states = {site.output for site in sites}
+        results = output_node(gm.graph).args[0]
+        self._others = [r for i, r in enumerate(results) if i not in states and isinstance(r, fx.Node)]  # type: ignore[arg-type]
+        self._liveness = Liveness(gm.graph, facts, scratch)
+        self._needed = self._liveness.needed([*self._liveness.roots, *self._others])
+        free = {node for node in self._needed if facts.alias_class(node) not in self._carry}
+        constants = Constants(gm, facts)
+        self._windows = Windows(facts, constants)
+        self._resolver = Resolver(facts, constants, free, scratch, self._windows)
+        self._moves = [move for into in range(len(sites)) for move in self._of(into)]
+
+    def _of(self, into: int) -> list[Move]:
+        """The writes of one slot, unordered."""
+        site = self._sites[into]
+        pieces = self._resolver.at_end(site.value)
+        mine = [self._move(into, piece) for piece in pieces]
         if any(m.reads is not None and m.piece.instead and not m.stays(site.geometry) for m in mine):
             # Frames that move would overlap themselves; another value holds the same bytes in other memory. All that
             # it holds is read from it, in as few copies as possible.
-            reread.add(into)
             pieces = merge(
                 [
                     replace(m.piece, source=m.piece.instead, instead=None)
@@ -159,15 +200,39 @@ def _moves(gm: fx.GraphModule, facts: GraphFacts, sites: list[_Site]) -> tuple[l
                     for m in mine
                 ]
             )
-            mine = [_move(into, piece, facts, carry, sites) for piece in pieces]
-        moves += mine
-    return moves, reread
+            self.reread.add(into)
+        else:
+            pieces = merge([replace(piece, instead=None) for piece in pieces])
+        moves = [self._move(into, piece) for piece in pieces]
+        together = [self._move(into, piece) for piece in whole(site.value, tensor_val(site.value).shape)]
+        if self._cost(together) < self._cost(moves):
+            self.reread.discard(into)
+            return together
+        return moves
+
+    def _move(self, into: int, piece: Piece) -> Move:
+        source = piece.source
+        reads = self._carry.get(self.facts.alias_class(source.node)) if isinstance(source, Source) else None
+        direct = reads is not None and isinstance(source, Source) and source.node is self._sites[reads].old
+        return Move(into, piece, reads, direct)
+
+    def _cost(self, moves: list[Move]) -> int:
+        """Of the writes of a slot, and of what is computed for them alone."""
+        moves = [move for move in moves if not move.stays(self.geometries[move.into])]
+        itemsize = tensor_val(self._sites[moves[0].into].old).element_size() if moves else 0
+        for_them = self._liveness.needed(_sources(moves), self._needed)
+        writes = sum(WRITE + 2 * move.piece.numel * itemsize for move in moves)
+        return writes + cost_of_nodes(self.facts, for_them)
+
+    def place(self) -> tuple[dict[fx.Node, list[Move]], list[Move]]:
+        """The writes that may follow a node of the graph, and those that must stand at its end."""
+        live = self._liveness.needed(_sources(self._moves), self._needed) | self._needed
+        carries = Carries([site.old for site in self._sites], self.geometries, self._carry)
+        return place(self.facts, self._windows, live, carries, self._moves, self._others)
 
 
-def _move(into: int, piece: Piece, facts: GraphFacts, carry: dict[fx.Node, int], sites: list[_Site]) -> Move:
-    reads = carry.get(facts.alias_class(piece.source.node)) if isinstance(piece.source, Source) else None
-    direct = reads is not None and isinstance(piece.source, Source) and piece.source.node is sites[reads].old
-    return Move(into, piece, reads, direct)
+def _sources(moves: list[Move]) -> list[fx.Node]:
+    return [move.piece.source.node for move in moves if isinstance(move.piece.source, Source)]
 
 
 def _add_destinations(graph: fx.Graph, sites: list[_Site]) -> list[fx.Node]:
@@ -178,6 +243,7 @@ def _add_destinations(graph: fx.Graph, sites: list[_Site]) -> list[fx.Node]:
             last = graph.placeholder(f"carry_{site.at}")
         val = tensor_val(site.value)
         last.meta["val"] = val.new_empty(val.shape)
+        last.meta[MEMORY_OF] = site.old.name
         destinations.append(last)
     return destinations
 
@@ -209,40 +275,20 @@ def _copy_like(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return copy
 
 
-def _write(graph: fx.Graph, moves: list[Move], sites: list[_Site], destinations: list[fx.Node]) -> None:
+def _write(graph: fx.Graph, moves: list[Move], sites: list[_Site], destinations: list[fx.Node], rows: Rows) -> None:
     scratch = {}
     for move in moves:
         if move.scratch:
             like = sites[move.into].value
-            scratch[id(move)] = emit(graph, aten.clone.default, _view(graph, move.piece, like), like=like)
+            scratch[id(move)] = emit(graph, aten.clone.default, emit_source(graph, move.piece, like), like=like)
     for move in moves:
-        like = sites[move.into].value
-        place = _box(graph, destinations[move.into], move.piece.start, move.piece.size, like)
+        like, destination = sites[move.into].value, destinations[move.into]
         if isinstance(move.piece.source, Fill):
+            place = emit_box(graph, destination, move.piece.start, move.piece.size, like)
             emit(graph, aten.fill_.Scalar, place, move.piece.source.value, like=like)
+        elif move.scratch:
+            place = emit_box(graph, destination, move.piece.start, move.piece.size, like)
+            emit_copy(graph, place, scratch[id(move)], like)
         else:
-            source = scratch[id(move)] if move.scratch else _view(graph, move.piece, like)
-            emit(graph, aten.copy_.default, place, source, like=like)
-
-
-def _box(graph: fx.Graph, node: fx.Node, start: tuple[int, ...], size: tuple[int, ...], like: fx.Node) -> fx.Node:
-    for dim, (first, length) in enumerate(zip(start, size, strict=True)):
-        if (first, length) != (0, tensor_val(node).shape[dim]):
-            node = emit(graph, aten.slice.Tensor, node, dim, first, first + length, like=like)
-    return node
-
-
-def _view(graph: fx.Graph, piece: Piece, like: fx.Node) -> fx.Node:
-    """The source of ``piece`` with the dimensions of the value; size one where it is broadcast."""
-    assert isinstance(piece.source, Source)
-    index = piece.source.index
-    size = tuple(1 if d is None else piece.size[d] for d, _ in index)
-    node = _box(graph, piece.source.node, tuple(s for _, s in index), size, like)
-    for dim in reversed([e for e, (d, _) in enumerate(index) if d is None]):
-        node = emit(graph, aten.select.int, node, dim, 0, like=like)
-    followed = [d for d, _ in index if d is not None]
-    if followed != sorted(followed):
-        node = emit(graph, aten.permute.default, node, [followed.index(d) for d in sorted(followed)], like=like)
-    for dim in [d for d in range(len(piece.size)) if d not in followed]:
-        node = emit(graph, aten.unsqueeze.default, node, dim, like=like)
-    return node
+            place, without = rows.place(destination, move.piece, like)
+            emit_copy(graph, place, emit_source(graph, move.piece, like, without), like)

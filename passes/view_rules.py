@@ -13,18 +13,21 @@ from cadence_fx.passes.movement import DROPOUTS, IDENTITIES, is_inert_dropout
 from cadence_fx.passes.pieces import Piece, crop, drop_dim, expand, insert_dim, permute
 from cadence_fx.passes.reader import Reader, Rule, Unresolvable
 
-__all__ = ["VIEW_RULES", "slice_bounds"]
+__all__ = ["SPLITS", "VIEW_RULES", "slice_bounds"]
 
 aten = torch.ops.aten
-_SPLITS = {
-    aten.split.Tensor,
-    aten.split.sizes,
-    aten.split_with_sizes.default,
-    aten.chunk.default,
-    aten.unbind.int,
-    aten.tensor_split.sections,
-    aten.tensor_split.indices,
-}
+# What gives several views of one value.
+SPLITS: frozenset[Any] = frozenset(
+    {
+        aten.split.Tensor,
+        aten.split.sizes,
+        aten.split_with_sizes.default,
+        aten.chunk.default,
+        aten.unbind.int,
+        aten.tensor_split.sections,
+        aten.tensor_split.indices,
+    }
+)
 
 
 def slice_bounds(r: Reader, size: int) -> tuple[int, int]:
@@ -104,7 +107,7 @@ def _expand(r: Reader) -> list[Piece]:
 def _item(r: Reader) -> list[Piece]:
     """One output of split, chunk or unbind."""
     many, which = r.node.args
-    if not isinstance(many, fx.Node) or many.target not in _SPLITS or not isinstance(which, int):
+    if not isinstance(many, fx.Node) or many.target not in SPLITS or not isinstance(which, int):
         raise Unresolvable(r.node.name)
     values = bound_args(many)
     base: fx.Node = values["self"]

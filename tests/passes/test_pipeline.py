@@ -86,6 +86,7 @@ def test_default_order() -> None:
         "fold_host_constants",
         "split_host",
         "merge_common",
+        "forward_stores",
         "reinplace_retention",
         "hoist_slow",
         "cleared_products",
