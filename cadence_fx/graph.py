@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,8 @@ import sympy
 import torch
 from torch import fx
 
-from cadence_fx._torch import CompileSite, ambient_state, example_shape, example_value, to_static_aten
+from cadence_fx._torch import CompileSite, ambient_state, example_shape, example_value
+from cadence_fx._torch_retrace import to_static_aten
 from cadence_fx.admission import Admission
 from cadence_fx.binding import Binding, Instance, scalar_outputs
 from cadence_fx.catalog import CatalogEntry
@@ -105,7 +107,8 @@ class GraphPlanner:
             return point
         self.program.settled.add(point)
         try:
-            plan = self._specialise(args, point)
+            with self.program.ledger.timed("passes"):
+                plan = self._specialise(args, point)
         except NotCapturable as error:
             return Miss(error.reason, str(error), lasting=True)
         except RetentionMismatch as error:
@@ -211,7 +214,8 @@ class GraphPlanner:
 
     def _specialise(self, args: Sequence[Any], point: CatalogEntry) -> Plan:
         program, binding = self.program, self.binding
-        aten, layouts = self._trace(args)
+        with program.ledger.timed("tracing"):
+            aten, layouts = self._trace(args)
         facts = GraphFacts(aten.graph)
         placeholders = aten.graph.find_nodes(op="placeholder")
         written = {i for i, node in enumerate(placeholders) if facts.writes_to(node)}
@@ -251,12 +255,12 @@ class GraphPlanner:
         try:
             prepared = run_passes(aten, context, passes[:split])
             rewritten = run_passes(prepared, context, passes[split:], [pass_.name for pass_ in passes[:split]])
-            plan.runs.append(("rewritten in place", rewritten.forward))
+            plan.runs.append(("rewritten in place", _forward(rewritten)))
             plan.draws = any(map(draws, aten.graph.nodes)) if all_known(aten.graph) else None
         except PassFailed as error:
             log.warning("%s: %s", program.ledger.name, error)
             plan.notes.append(str(error))
-        plan.runs.append(("state copied back", _written_back(prepared.forward, uses)))
+        plan.runs.append(("state copied back", _written_back(_forward(prepared), uses)))
         if prepared is not aten and (context.host is not None or context.premises):
             positions = {node.name: i for i, node in enumerate(placeholders)}
             plan.host = HostSide(context.host, context.premises, positions, staged)
@@ -347,8 +351,10 @@ class GraphPlanner:
         """
         given = self.stock_args(args)
         saved = [(args[i], args[i].clone()) for i in self._in_place if not args[i].requires_grad]
+        phase = contextlib.nullcontext() if self.program.sealed else self.program.ledger.timed("eager")
         try:
-            outputs = list(self.gm.forward(*given))
+            with phase:
+                outputs = list(self.gm.forward(*given))
         except BaseException:
             for state, before in saved:
                 state.copy_(before)
@@ -412,6 +418,11 @@ def _evaluator(expr: sympy.Expr, binding: Binding) -> Callable[[Sequence[Any]], 
         return lambda args: int(compute(*(args[i] for i in indices)))
     # Floor divisions and remainders are PyTorch's own sympy functions, which evaluate themselves.
     return lambda args: int(expr.subs({s: sympy.Integer(args[i]) for s, i in zip(symbols, indices, strict=True)}))
+
+
+def _forward(gm: fx.GraphModule) -> Callable[..., Sequence[Any]]:
+    """What runs a graph. Its code is made by the first call, and most classes never run all of their graphs."""
+    return lambda *args: gm.forward(*args)  # type: ignore[no-any-return]
 
 
 def _written_back(forward: Callable[..., Sequence[Any]], uses: list[RegionUse]) -> Callable[..., list[Any]]:

@@ -98,6 +98,7 @@ def _counts(ledger: Any) -> dict[str, Any]:
         "adoptions": ledger.adoptions,
         "evacuations": ledger.evacuations,
         "capture_seconds": round(ledger.capture_seconds, 3),
+        "seconds": {phase: round(spent, 3) for phase, spent in ledger.seconds.items()},
         "latency_us": ledger.quantiles_us(),
     }
 
@@ -179,6 +180,12 @@ def _text(facts: dict[str, Any]) -> str:
         f"  replays {facts['replays']}, captures {facts['captures']} "
         f"({facts['late_captures']} after the seal) in {facts['capture_seconds']:.1f} s"
     )
+    if facts["seconds"]:
+        spent = sorted(facts["seconds"].items(), key=lambda item: -item[1])
+        lines.append(
+            f"  compiled in {sum(facts['seconds'].values()):.1f} s: "
+            + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in spent)
+        )
     for what in ("misses", "refusals", "invalidations"):
         for reason, count in sorted(facts[what].items()):
             lines.append(f"  {what[:-1] if what != 'misses' else 'miss'} {reason}: {count}")
