@@ -50,7 +50,8 @@ def to_static_aten(gm: fx.GraphModule, arguments: Sequence[Any], *, patterns: bo
         _use_lazy_graph_module(True),
     ):
         fakes = [mode.from_tensor(a, static_shapes=True) if isinstance(a, torch.Tensor) else a for a in arguments]
-        interpreter = _Copier(gm, mode) if patterns else fx.Interpreter(gm)
+        symbolic = any(isinstance(a, (torch.SymInt, torch.SymFloat, torch.SymBool)) for a in arguments)
+        interpreter = _Copier(gm, mode) if patterns and not symbolic else fx.Interpreter(gm)
 
         def run(*values: Any) -> Any:
             # The tracer marks the whole process as tracing, and Dynamo refuses calls of compiled code in any thread
