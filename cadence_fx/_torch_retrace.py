@@ -80,10 +80,35 @@ class _Restrided(Exception):
 
 
 @dataclasses.dataclass(slots=True)
-class _Value:
-    """A traced tensor of a pattern: its geometry, and whose memory it has (an input, a value before it, its own)."""
+class _Described:
+    """What decides what an operator makes of a tensor, where it is in its memory apart."""
 
-    home: tuple[bool, int] | None  # (whether it is an input, number)
+    tensor: torch.Tensor
+    storage: torch.UntypedStorage
+    home: int
+    offset: int
+    metadata: tuple[Any, ...]
+
+    def all(self) -> tuple[Any, ...]:
+        return self.home, self.offset, self.metadata
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Slot:
+    """In a pattern, instead of a node or tensor: an input's, or one of the pattern's own, by number."""
+
+    of_input: bool
+    number: int
+
+
+@dataclasses.dataclass(slots=True)
+class _Value:
+    """A traced tensor of a pattern: its geometry, and whose memory it has: of an input, of a value before it, its own.
+
+    `offset` is that from where the one whose memory it is begins.
+    """
+
+    home: _Slot | None
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -103,14 +128,6 @@ class _Step:
     value: Any
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Slot:
-    """In a pattern, instead of a node: (whether it is of an input, number)."""
-
-    of_input: bool
-    number: int
-
-
 @dataclasses.dataclass(slots=True)
 class _Pattern:
     """What the tracer appends for a node of a kind.
@@ -120,6 +137,7 @@ class _Pattern:
         result: of the node; tensors are `_Slot`s, of an input or of a value.
         nodes_of: number of a value -> number of the node that holds it.
         renamed: number of an input that is written in place -> the node that stands for it from then on.
+        anywhere: it does not matter where in their memory the inputs are.
     """
 
     steps: list[_Step]
@@ -127,6 +145,7 @@ class _Pattern:
     result: Any
     nodes_of: dict[int, int]
     renamed: dict[int, int]
+    anywhere: bool
 
 
 class _Copier(fx.Interpreter):
@@ -136,8 +155,7 @@ class _Copier(fx.Interpreter):
         super().__init__(gm)
         self._mode = mode
         self._patterns: dict[Any, _Pattern | None] = {}
-        # By the identity of a tensor, which is held: nobody else gets its id.
-        self._described: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+        self._described: dict[int, _Described] = {}  # by the identity of a tensor, which is held: nobody else gets it
         self._tracer: Any = None
         self._plain = contextlib.ExitStack()  # no modes are on while patterns are appended
         self._is_plain = False
@@ -159,6 +177,9 @@ class _Copier(fx.Interpreter):
         try:
             key: Any = (n.op, n.target, self._key([args, kwargs], tensors), self._sharing(tensors))
             pattern = self._patterns.get(key, _UNKNOWN)
+            if not isinstance(pattern, _Pattern):  # perhaps it matters where in their memory the tensors are
+                key = (*key, tuple(self._describe(tensor).offset for tensor in tensors))
+                pattern = self._patterns.get(key, _UNKNOWN)
         except (_Unlike, TypeError):
             key, pattern = None, None
         if isinstance(pattern, _Pattern):
@@ -166,7 +187,8 @@ class _Copier(fx.Interpreter):
                 return self._append(pattern, n, tensors)
         self._trace_on()
         if key is not None and pattern is not None:
-            result, self._patterns[key] = self._record(n, tensors)
+            result, pattern = self._record(n, tensors)
+            self._patterns[key[:-1] if pattern is not None and pattern.anywhere else key] = pattern
             return result
         result = self._traced(n)
         self._described.clear()
@@ -192,7 +214,7 @@ class _Copier(fx.Interpreter):
         """What decides about an argument; its tensors are collected in order."""
         if isinstance(value, torch.Tensor):
             tensors.append(value)
-            return self._describe(value)[1]
+            return self._describe(value).metadata
         if isinstance(value, (list, tuple)):
             return type(value), *[self._key(item, tensors) for item in value]
         if isinstance(value, dict):
@@ -205,11 +227,10 @@ class _Copier(fx.Interpreter):
             return type(value), value
         raise _Unlike
 
-    def _describe(self, tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
-        """A tensor's storage and metadata."""
+    def _describe(self, tensor: torch.Tensor) -> _Described:
         known = self._described.get(id(tensor))
         if known is not None:
-            return known[1]  # type: ignore[return-value]
+            return known
         if type(tensor) is not FakeTensor or tensor.layout is not torch.strided or tensor.constant is not None:
             raise _Unlike
         with torch._C.DisableTorchFunction():
@@ -217,12 +238,12 @@ class _Copier(fx.Interpreter):
             if slot is None or slot.constant is not None or tensor.is_conj() or tensor.is_neg():
                 raise _Unlike
             storage = tensor.untyped_storage()
-            found = (
-                (storage._cdata, storage),
-                (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device,
-                 tensor.requires_grad, tensor.is_leaf, tensor.is_inference(), isinstance(tensor, torch.nn.Parameter)),
+            metadata = (
+                tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad,
+                tensor.is_leaf, tensor.is_inference(), isinstance(tensor, torch.nn.Parameter),
             )  # fmt: skip
-        self._described[id(tensor)] = tensor, found
+            found = _Described(tensor, storage, storage._cdata, tensor.storage_offset(), metadata)
+        self._described[id(tensor)] = found
         return found
 
     def _sharing(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
@@ -230,7 +251,7 @@ class _Copier(fx.Interpreter):
         if len(tensors) < 2:
             return ()
         objects = [id(tensor) for tensor in tensors]
-        homes = [self._describe(tensor)[0][0] for tensor in tensors]
+        homes = [self._describe(tensor).home for tensor in tensors]
         return tuple(map(objects.index, objects)), tuple(map(homes.index, homes))
 
     # -- the first of a kind ------------------------------------------------------------------------------------------
@@ -259,7 +280,7 @@ class _Copier(fx.Interpreter):
             self._described.pop(id(tensor), None)
         try:
             after = map(self._describe, tensors)
-            if any(old[0][0] != new[0][0] or old[1] != new[1] for old, new in zip(before, after, strict=True)):
+            if any(old.all() != new.all() for old, new in zip(before, after, strict=True)):
                 raise _Unlike
             return result, self._pattern(n, tensors, slots, list(_after(last)), result)
         except _Unlike:
@@ -272,9 +293,12 @@ class _Copier(fx.Interpreter):
             raise _Unlike
         numbers = {node: _Slot(False, i) for i, node in enumerate(nodes)}
         inputs = {node: _Slot(True, i) for i, node in reversed([*enumerate(slots)])}
-        homes: dict[int, tuple[bool, int]] = {}
+        homes: dict[int, tuple[_Slot, int, torch.dtype]] = {}
         for i, tensor in reversed([*enumerate(tensors)]):
-            homes[self._describe(tensor)[0][0]] = (True, i)
+            found = self._describe(tensor)
+            homes[found.home] = (_Slot(True, i), found.offset, tensor.dtype)
+        # Several views of one memory, and memory that is read as of another type, are copied where they were seen.
+        anywhere = _told_by_geometry(nodes) and len({id(tensor) for tensor in tensors}) == len(homes)
         values: list[_Value] = []
         nodes_of: dict[int, int] = {}
         kept: list[Any] = []
@@ -287,7 +311,9 @@ class _Copier(fx.Interpreter):
 
         def value(val: Any, number: int) -> Any:
             if isinstance(val, torch.Tensor):
+                nonlocal anywhere
                 values.append(_value(val, homes, len(values)))
+                anywhere = anywhere and homes[val.untyped_storage()._cdata][2] == val.dtype
                 nodes_of[len(values) - 1] = number
                 kept.append(val)
                 return _Slot(False, len(values) - 1)
@@ -332,7 +358,7 @@ class _Copier(fx.Interpreter):
                 if node not in numbers:
                     raise _Unlike
                 renamed[i] = numbers[node].number
-        return _Pattern(steps, values, outcome(result), nodes_of, renamed)
+        return _Pattern(steps, values, outcome(result), nodes_of, renamed, anywhere)
 
     def _geometry(self, tensor: Any) -> tuple[Any, ...]:
         if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.requires_grad:
@@ -358,12 +384,15 @@ class _Copier(fx.Interpreter):
         graph, tracer = self._tracer.graph, self._tracer
         slots = [self._node_of(tensor) for tensor in tensors]
         values: list[Any] = []
+        begins: list[int] = []
         for each in pattern.values:
-            home = None
+            home, begin = None, 0
             if each.home is not None:
-                of_input, number = each.home
-                home = tensors[number] if of_input else values[number]
-            values.append(self._fake(each, home))
+                number = each.home.number
+                home = tensors[number] if each.home.of_input else values[number]
+                begin = each.offset + (self._describe(home).offset if each.home.of_input else begins[number])
+            values.append(self._fake(each, home, begin))
+            begins.append(begin)
         meta = {key: n.meta[key] for key in ("stack_trace", "nn_module_stack", "source_fn_stack") if key in n.meta}
         nodes: list[fx.Node] = []
 
@@ -383,39 +412,42 @@ class _Copier(fx.Interpreter):
             set_proxy_slot(tensors[number], tracer, _ProxyTensor(fx.Proxy(nodes[by], tracer), None))
         return _filled(pattern.result, tensors, values)
 
-    def _fake(self, value: _Value, home: Any) -> Any:
-        with (
-            contextlib.nullcontext()
-            if value.inference == torch.is_inference_mode_enabled()
-            else torch.inference_mode(value.inference)
-        ):
+    def _fake(self, value: _Value, home: Any, begin: int) -> Any:
+        as_it_is = value.inference == torch.is_inference_mode_enabled()
+        with contextlib.nullcontext() if as_it_is else torch.inference_mode(value.inference):
             if home is None:
                 memory = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
             else:
                 memory = torch.empty(0, dtype=value.dtype, device="meta")
-                memory.set_(home.untyped_storage(), value.offset, value.shape, value.stride)
+                memory.set_(home.untyped_storage(), begin, value.shape, value.stride)
             return FakeTensor(self._mode, memory, value.device)
 
 
 _UNKNOWN = object()
 
 
-def _value(val: Any, homes: dict[int, tuple[bool, int]], number: int) -> _Value:
+def _value(val: Any, homes: dict[int, tuple[_Slot, int, torch.dtype]], number: int) -> _Value:
     """The description of a traced tensor; it becomes the home of those that share its memory later."""
     if type(val) is not FakeTensor or val.layout is not torch.strided or val.constant is not None:
         raise _Unlike
     with torch._C.DisableTorchFunction():
         if val.requires_grad or val.is_conj() or val.is_neg():
             raise _Unlike
-        storage = val.untyped_storage()
-        home = homes.setdefault(storage._cdata, (False, number))
-        shape, stride, offset = tuple(val.shape), val.stride(), val.storage_offset()
-        if home == (False, number):
-            span = 0 if 0 in shape else 1 + sum((s - 1) * t for s, t in zip(shape, stride, strict=True))
-            if offset or storage.nbytes() != span * val.dtype.itemsize:
-                raise _Unlike  # a part of memory that no node shows
-            return _Value(None, shape, stride, 0, val.dtype, val.device, val.is_inference())
-        return _Value(home, shape, stride, offset, val.dtype, val.device, val.is_inference())
+        storage, offset = val.untyped_storage(), val.storage_offset()
+        shape, stride = tuple(val.shape), val.stride()
+        home, begin, _ = homes.setdefault(storage._cdata, (_Slot(False, number), offset, val.dtype))
+        if home != _Slot(False, number):
+            return _Value(home, shape, stride, offset - begin, val.dtype, val.device, val.is_inference())
+        span = 0 if 0 in shape else 1 + sum((s - 1) * t for s, t in zip(shape, stride, strict=True))
+        if offset or storage.nbytes() != span * val.dtype.itemsize:
+            raise _Unlike  # a part of memory that no node shows
+        return _Value(None, shape, stride, 0, val.dtype, val.device, val.is_inference())
+
+
+def _told_by_geometry(nodes: Sequence[fx.Node]) -> bool:
+    """Whether no operator takes or tells a position in memory."""
+    schemas = [node.target._schema for node in nodes if isinstance(node.target, _OpOverload)]
+    return bool(nodes) and not any(a.name == "storage_offset" for schema in schemas for a in schema.arguments)
 
 
 def _after(node: fx.Node) -> Iterator[fx.Node]:
