@@ -20,6 +20,10 @@ _MOST_DETAILS = 64
 # Latencies of the most recent calls kept for quantiles.
 _WINDOW = 8192
 
+# Of compiling: Dynamo; from its graph to a static one; passes and proofs; recording and certificate; eager runs of
+# warm-up; the rest of warm-up.
+PHASES = ("dynamo", "tracing", "passes", "capture", "eager", "other")
+
 
 class Ledger:
     """Counters of one `torch.compile` call or one `ExactShapeReplay`.

@@ -11,6 +11,8 @@ import torch
 import torch.fx as fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from cadence_fx._torch import storage_identity
+
 __all__ = [
     "ALLOCATIONS",
     "GraphFacts",
@@ -187,13 +189,13 @@ class GraphFacts:
     def __init__(self, graph: fx.Graph) -> None:
         self.order: dict[fx.Node, int] = {node: index for index, node in enumerate(graph.nodes)}
         self._parent: dict[fx.Node, fx.Node] = {}
-        by_storage: dict[StorageWeakRef, fx.Node] = {}
+        by_storage: dict[int, fx.Node] = {}  # the traced values live as long as the graph, and so do their storages
         for node in self.order:
             self._parent[node] = node
             for source in _schema_aliases(node):
                 self._join(node, source)
             for tensor in tensors_in(node.meta.get("val")):
-                self._join(node, by_storage.setdefault(StorageWeakRef(tensor.untyped_storage()), node))
+                self._join(node, by_storage.setdefault(storage_identity(tensor), node))
         self.writes: dict[fx.Node, list[fx.Node]] = {}  # class representative -> nodes that may write it, in order
         for node in self.order:
             for rep in dict.fromkeys(self.alias_class(arg) for arg in may_write(node)):
