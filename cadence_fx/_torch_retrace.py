@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import operator
 import re
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -175,6 +176,8 @@ class _Copier(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         tensors: list[Any] = []
         try:
+            if n.op == "call_function" and not _is_pytorchs(n.target):
+                raise _Unlike
             key: Any = (n.op, n.target, self._key([args, kwargs], tensors), self._sharing(tensors))
             pattern = self._patterns.get(key, _UNKNOWN)
             if not isinstance(pattern, _Pattern):  # perhaps it matters where in their memory the tensors are
@@ -242,7 +245,7 @@ class _Copier(fx.Interpreter):
                 tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad,
                 tensor.is_leaf, tensor.is_inference(), isinstance(tensor, torch.nn.Parameter),
             )  # fmt: skip
-            found = _Described(tensor, storage, storage._cdata, tensor.storage_offset(), metadata)
+            found = _Described(tensor, storage, storage._cdata, int(tensor.storage_offset()), metadata)
         self._described[id(tensor)] = found
         return found
 
@@ -260,6 +263,8 @@ class _Copier(fx.Interpreter):
         """Run a node under the tracer."""
         last = self._last()
         result = super().run_node(n)
+        if last is self._last() and not _only_reads(n):
+            self._patterns.clear()  # nobody knows what it has done
         for node in _after(last):
             if not _is_aten(node):
                 self._patterns.clear()  # a mode may be another one from here on
@@ -433,7 +438,7 @@ def _value(val: Any, homes: dict[int, tuple[_Slot, int, torch.dtype]], number: i
     with torch._C.DisableTorchFunction():
         if val.requires_grad or val.is_conj() or val.is_neg():
             raise _Unlike
-        storage, offset = val.untyped_storage(), val.storage_offset()
+        storage, offset = val.untyped_storage(), int(val.storage_offset())
         shape, stride = tuple(val.shape), val.stride()
         home, begin, _ = homes.setdefault(storage._cdata, (_Slot(False, number), offset, val.dtype))
         if home != _Slot(False, number):
@@ -473,6 +478,15 @@ def _only_reads(n: fx.Node) -> bool:
     if n.op == "call_method":
         return n.target in _READS
     return n.target is getattr or getattr(n.target, "__module__", None) == "_operator"
+
+
+def _is_pytorchs(target: Any) -> bool:
+    """Whether a function is PyTorch's or Python's own: anybody else's may be another one in its next call."""
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return str(target).partition(".")[0] in ("aten", "prims")
+    if not isinstance(target, (types.FunctionType, types.BuiltinFunctionType, type)):
+        return False
+    return (target.__module__ or "torch").partition(".")[0] in ("torch", "_operator", "builtins", "math")
 
 
 _NUMBER = re.compile(r"_\d+$")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -169,3 +170,21 @@ def test_a_layer_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
         to_static_aten(gm, inputs)
     calls = [node for node in gm.graph.nodes if node.op.startswith("call_")]
     assert len(traced) < len(calls) / 4
+
+
+_calls = itertools.count()
+
+
+@torch.compiler.allow_in_graph
+def foreign(x: Tensor) -> Tensor:
+    """Not PyTorch's: it may do something else each time."""
+    return x + next(_calls)
+
+
+def test_what_is_not_pytorchs_own_is_traced_each_time() -> None:
+    def code(x: Tensor) -> tuple[Tensor, ...]:
+        return foreign(x), foreign(x), foreign(x)
+
+    gm, inputs = dynamo_graph(code, (torch.randn(3),))
+    added = [node.args[1] for node in to_static_aten(gm, inputs).graph.nodes if node.op == "call_function"]
+    assert len(set(added)) == 3
