@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from cadence_fx.adapters.token2wav_bounded import BoundedBinding, BoundedStep, FinalStep
 from cadence_fx.adapters.token2wav_geometry import FLUSH_TOKENS, Geometry, Reach
-from cadence_fx.adapters.token2wav_steps import ConformerStep, FlowStep, Workspaces
+from cadence_fx.adapters.token2wav_steps import ConformerStep, FlowStep, Sliced, Workspaces
 from cadence_fx.adapters.token2wav_vocoder import Compile, VocoderBinding, VocoderStep
 from cadence_fx.contract import Contract
 from cadence_fx.errors import ContractError
@@ -114,7 +114,7 @@ class Token2WavStream:
         self.vocoder: Any = binding(
             token2wav, self.geometry, _compiler(backend, passes, dynamic=False), self.eager_calls
         )
-        self._workspaces = Workspaces(self.plain_flow)
+        self._workspaces, self._sliced = Workspaces(self.plain_flow), Sliced(self.plain_flow)
         self._primed: State = {}
         self._restore: Callable[..., State] | None = None
         self._vendor_setup = flow.setup_cache
@@ -214,6 +214,7 @@ class Token2WavStream:
         del flow.setup_cache, flow.inference_chunk, flow.encoder.forward_chunk
         self.vocoder.unbind()
         self._workspaces.release()
+        self._sliced.release()
         self.token2wav.stream_cache = None
 
     def _check(self, prompt: int, steps: int) -> None:

@@ -21,9 +21,7 @@ import torch._inductor.config
 from torch import fx
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.utils import graph_break_reasons
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch._guards import TracingContext
 from torch.overrides import TorchFunctionMode as TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -283,28 +281,6 @@ def current_guards() -> tuple[tuple[sympy.Expr, ...], dict[sympy.Symbol, tuple[i
     return tuple(guard.expr for guard in env.guards), ranges
 
 
-def to_static_aten(gm: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphModule:
-    """Re-trace a Dynamo graph at concrete sizes to pre-dispatch aten, nothing decomposed, mutation kept.
-
-    Runs outside Dynamo's tracing context: inside it the trace would add guards to the graph being compiled.
-
-    Args:
-        arguments: one value a placeholder: tensors (only their metadata is used), ints, floats, bools.
-    """
-    interpreter = fx.Interpreter(gm)  # keeps the user's file and line on every aten node
-    with tracing(None), FakeTensorMode(allow_non_fake_inputs=True) as mode, fx.traceback.preserve_node_meta():
-        fakes = [mode.from_tensor(a, static_shapes=True) if isinstance(a, torch.Tensor) else a for a in arguments]
-
-        def run(*values: Any) -> Any:
-            # The tracer marks the whole process as tracing, and Dynamo refuses calls of compiled code in any thread
-            # while it is; nothing that runs here asks for the mark.
-            fx._symbolic_trace._is_fx_tracing_flag = False
-            return interpreter.run(*values)
-
-        traced: fx.GraphModule = make_fx(run, pre_dispatch=True)(*fakes)
-    return traced
-
-
 def run_composite(operator: Any, *args: Any) -> Any:
     """Run PyTorch's own composite kernel of an aten operator, whatever modes and keys its arguments have.
 
@@ -400,6 +376,11 @@ _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 def storage_users(identity: int) -> int:
     """How many tensors use the storage with this `_cdata`, of which the caller holds one handle."""
     return _use_count(identity) - 1
+
+
+def storage_identity(tensor: torch.Tensor) -> int:
+    """What tells a tensor's storage from every other that is alive."""
+    return tensor.untyped_storage()._cdata
 
 
 def tensor_owners(tensor: torch.Tensor) -> int:

@@ -260,9 +260,11 @@ def bind(
 
 def _is_rebound(gm: fx.GraphModule, site: CompileSite, node: fx.Node, origin: Origin) -> bool:
     """Whether this very frame puts another tensor in the place of the attribute it reads."""
+    if not site.assigned or origin.root != "module":
+        return False
     nodes = {n.name: n for n in gm.graph.nodes}
-    for source, name in (site.assigned or {}).items():
-        if origin.root == "module" and paths.origin(source, site.module_name).path == origin.path and name in nodes:
+    for source, name in site.assigned.items():
+        if paths.origin(source, site.module_name).path == origin.path and name in nodes:
             before, after = example_value(node), example_value(nodes[name])
             if isinstance(after, torch.Tensor) and not GraphFacts.same_memory(before, after):
                 return True

@@ -349,7 +349,8 @@ class ExampleCall:
 
     def _invoke(self, arguments: dict[str, Any]) -> Any:
         bound = inspect.BoundArguments(self.signature, arguments)  # type: ignore[arg-type]
-        return self.compiled(*bound.args, **bound.kwargs)
+        with self.program.ledger.timed("dynamo"):
+            return self.compiled(*bound.args, **bound.kwargs)
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:

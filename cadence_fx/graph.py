@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,8 @@ import sympy
 import torch
 from torch import fx
 
-from cadence_fx._torch import CompileSite, ambient_state, example_shape, example_value, to_static_aten
+from cadence_fx._torch import CompileSite, ambient_state, example_shape, example_value
+from cadence_fx._torch_retrace import to_static_aten
 from cadence_fx.admission import Admission
 from cadence_fx.binding import Binding, Instance, scalar_outputs
 from cadence_fx.catalog import CatalogEntry
@@ -107,7 +109,8 @@ class GraphPlanner:
             return point
         self.program.settled.add(point)
         try:
-            plan = self._specialise(args, point)
+            with self.program.ledger.timed("passes"):
+                plan = self._specialise(args, point)
         except NotCapturable as error:
             return Miss(error.reason, str(error), lasting=True)
         except RetentionMismatch as error:
@@ -213,7 +216,8 @@ class GraphPlanner:
 
     def _specialise(self, args: Sequence[Any], point: CatalogEntry) -> Plan:
         program, binding = self.program, self.binding
-        aten, layouts = self._trace(args)
+        with program.ledger.timed("tracing"):
+            aten, layouts = self._trace(args)
         facts = GraphFacts(aten.graph)
         placeholders = aten.graph.find_nodes(op="placeholder")
         written = {i for i, node in enumerate(placeholders) if facts.writes_to(node)}
@@ -387,8 +391,10 @@ class GraphPlanner:
     def _run_eager(self, args: Sequence[Any]) -> list[Any]:
         given = self.stock_args(args)
         saved = [(args[i], args[i].clone()) for i in self._in_place if not args[i].requires_grad]
+        phase = contextlib.nullcontext() if self.program.sealed else self.program.ledger.timed("eager")
         try:
-            outputs = list(self.gm.forward(*given))
+            with phase:
+                outputs = list(self.gm.forward(*given))
         except BaseException:
             for state, before in saved:
                 state.copy_(before)

@@ -6,8 +6,11 @@ follows PyTorch's own convention: silent unless asked for (`TORCH_LOGS="+cadence
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
 from collections import Counter, deque
+from collections.abc import Iterator
 
 log = logging.getLogger("cadence_fx")
 log.addHandler(logging.NullHandler())
@@ -16,6 +19,10 @@ log.addHandler(logging.NullHandler())
 _MOST_DETAILS = 64
 # Latencies of the most recent calls kept for quantiles.
 _WINDOW = 8192
+
+# Of compiling: Dynamo; from its graph to a static one; passes and proofs; recording and certificate; eager runs of
+# warm-up; the rest of warm-up.
+PHASES = ("dynamo", "tracing", "passes", "capture", "eager", "other")
 
 
 class Ledger:
@@ -31,6 +38,7 @@ class Ledger:
         evacuations: states moved out of a carry because somebody still held them.
         layouts: whether any state has had another layout in eager than a contiguous one.
         latencies_us: host microseconds of the most recent calls.
+        seconds: where the time of compiling went, by phase; a phase does not count those inside it.
         details: reason → distinct explanations (argument, axis, the user's file and line).
     """
 
@@ -48,6 +56,27 @@ class Ledger:
         self.invalidations: Counter[str] = Counter()
         self.details: dict[str, dict[str, int]] = {}
         self.latencies_us: deque[float] = deque(maxlen=_WINDOW)
+        self.seconds: dict[str, float] = {}
+        self._phases: list[str] = []
+        self._since = 0.0
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Count the time inside as this phase's, except what phases inside it count."""
+        self._pass_time()
+        self._phases.append(phase)
+        try:
+            yield
+        finally:
+            self._pass_time()
+            self._phases.pop()
+
+    def _pass_time(self) -> None:
+        now = time.perf_counter()
+        if self._phases:
+            phase = self._phases[-1]
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
+        self._since = now
 
     def begin_traffic(self) -> None:
         """Forget what warm-up itself did (its calls are not traffic); captures, refusals and their reasons stay."""

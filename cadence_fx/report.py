@@ -12,6 +12,7 @@ from cadence_fx._table import aligned
 from cadence_fx.capture import ReplayClass
 from cadence_fx.effects import DEVICE_RANDOM, PURE, REFUSED
 from cadence_fx.graph import GraphPlanner
+from cadence_fx.ledger import PHASES
 from cadence_fx.lookup import program_of
 from cadence_fx.plan import Miss
 from cadence_fx.program import Program
@@ -98,6 +99,7 @@ def _counts(ledger: Any) -> dict[str, Any]:
         "adoptions": ledger.adoptions,
         "evacuations": ledger.evacuations,
         "capture_seconds": round(ledger.capture_seconds, 3),
+        "seconds": {phase: round(ledger.seconds[phase], 3) for phase in PHASES if phase in ledger.seconds},
         "latency_us": ledger.quantiles_us(),
     }
 
@@ -184,6 +186,9 @@ def _text(facts: dict[str, Any]) -> str:
         f"  replays {facts['replays']}, captures {facts['captures']} "
         f"({facts['late_captures']} after the seal) in {facts['capture_seconds']:.1f} s"
     )
+    if facts["seconds"]:
+        spent = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in facts["seconds"].items())
+        lines.append(f"  compiled in {sum(facts['seconds'].values()):.1f} s: {spent}")
     for what in ("misses", "refusals", "invalidations"):
         for reason, count in sorted(facts[what].items()):
             lines.append(f"  {what[:-1] if what != 'misses' else 'miss'} {reason}: {count}")

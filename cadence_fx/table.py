@@ -286,7 +286,8 @@ class ReplayTable:
         """Capture; whatever fails in it is a refusal of this class alone."""
         _trying.on = True
         try:
-            entry = capture(plan, args, self.names, self.device, self.ledger)
+            with self.ledger.timed("capture"):
+                entry = capture(plan, args, self.names, self.device, self.ledger)
         except CadenceError:
             raise
         except Exception as error:

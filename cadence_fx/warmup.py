@@ -8,8 +8,11 @@ exactly as before.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from cadence_fx._torch import backend_error, original_of, patient_tracing
@@ -61,7 +64,7 @@ def warm_up(compiled: Any, *args: Any, progress: bool | None = None, **kwargs: A
     entries = program.catalog.entries
     tell = _Progress(len(entries) + 1, program.name, progress)
     program.unseal()
-    with Untouched(original, program) as module, patient_tracing():
+    with Untouched(original, program) as module, patient_tracing(), _patient_collector(), program.ledger.timed("other"):
         try:
             for round_ in range(_ROUNDS):
                 start = module.attributes()
@@ -88,6 +91,18 @@ def warm_up(compiled: Any, *args: Any, progress: bool | None = None, **kwargs: A
     program.seal()
     tell.done(program)
     return report(compiled)
+
+
+@contextlib.contextmanager
+def _patient_collector() -> Iterator[None]:
+    """Garbage is looked for less often. Tracing makes millions of objects that stay, and each full search walks all."""
+    before = gc.get_threshold()
+    if before[0]:  # 0: somebody has turned the collector off
+        gc.set_threshold(max(before[0], 100_000), max(before[1], 20), *before[2:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class _Progress:

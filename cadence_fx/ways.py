@@ -62,6 +62,16 @@ class Subject:
         return KeptValues(context.slow, inputs, [self.names[i] for i in inputs], self.keep, self.restless)
 
 
+class Forward:
+    """What runs a graph. Its code is made by the first call, and most classes never run all of their graphs."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm = gm
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        return self.gm.forward(*args)  # type: ignore[no-any-return]
+
+
 def ways(subject: Subject, passes: Sequence[Pass], edits: Sequence[Edit], name: str) -> Iterator[Way]:
     """The ways, each made when it is asked for, the first one at once.
 
@@ -122,7 +132,7 @@ def _rewritten(
         branched = on_branches(gm, context.branches, subject.device, told.append)
         way = Way(
             text,
-            branched or gm.forward,
+            branched or Forward(gm),
             subject.host(context),
             told,
             kept=subject.kept(context),
@@ -143,7 +153,7 @@ def _copied_back(subject: Subject, passes: Sequence[Pass], notes: list[str]) -> 
         gm = run_passes(subject.aten, context, needed[:split])
     except PassFailed:
         context, gm = subject.context(), subject.aten
-    run = written_back(gm.forward, subject.uses)
+    run = written_back(Forward(gm), subject.uses)
     idle = _idle(gm.graph, subject.aten.graph, context)
     return Way("state copied back", run, subject.host(context), [*notes, *context.notes], idle=idle)
 

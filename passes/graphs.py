@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable, Iterator, Set
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from cadence_fx._torch import storage_identity
 
 __all__ = [
     "ALLOCATIONS",
@@ -85,15 +88,15 @@ def schema(node: fx.Node) -> Any:
 
 def bound_args(node: fx.Node) -> dict[str, Any]:
     """Arguments of an aten node by schema name, defaults filled in."""
-    values: dict[str, Any] = {}
-    for index, argument in enumerate(schema(node).arguments):
-        if index < len(node.args):
-            values[argument.name] = node.args[index]
-        elif argument.name in node.kwargs:
-            values[argument.name] = node.kwargs[argument.name]
-        else:
-            values[argument.name] = argument.default_value if argument.has_default_value() else None
-    return values
+    defaults = _defaults(node.target)
+    given = dict(zip(defaults, node.args, strict=False))
+    return {**defaults, **given, **{name: value for name, value in node.kwargs.items() if name in defaults}}
+
+
+@functools.cache
+def _defaults(target: Any) -> dict[str, Any]:
+    """The arguments of an operator, in order, with their defaults."""
+    return {a.name: a.default_value if a.has_default_value() else None for a in target._schema.arguments}
 
 
 def may_write(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -105,20 +108,38 @@ def may_write(node: fx.Node) -> tuple[fx.Node, ...]:
     if not isinstance(node.target, OpOverload):
         return tuple(node.all_input_nodes)
     written: list[fx.Node] = []
-    if schema(node).is_mutable and node.target is not aten.detach_.default:  # detach_ changes no byte
-        values = bound_args(node)
-        for argument in schema(node).arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written += _nodes_in(values[argument.name])
-    if _statistics(node):  # normalisations update their statistics, and their schemas do not say so
-        values = bound_args(node)
-        if values.get("training", True) and values.get("use_input_stats", True):
-            written += [*_nodes_in(values["running_mean"]), *_nodes_in(values["running_var"])]
+    names = _written_arguments(node.target)
+    statistics = _statistics(node.target)
+    if not names and not statistics:
+        return ()
+    values = bound_args(node)
+    for name in names:
+        written += _nodes_in(values[name])
+    # Normalisations update their statistics, and their schemas do not say so.
+    if statistics and values.get("training", True) and values.get("use_input_stats", True):
+        written += [*_nodes_in(values["running_mean"]), *_nodes_in(values["running_var"])]
     return tuple(written)
 
 
-def _statistics(node: fx.Node) -> bool:
-    return any(argument.name == "running_mean" for argument in schema(node).arguments)
+@functools.cache
+def _written_arguments(target: Any) -> tuple[str, ...]:
+    """The arguments that an operator's schema says it writes."""
+    if not target._schema.is_mutable or target is aten.detach_.default:  # detach_ changes no byte
+        return ()
+    return tuple(a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+@functools.cache
+def _aliased_arguments(target: Any) -> tuple[str, ...]:
+    """The arguments whose memory a result of an operator may share, by its schema."""
+    if all(returned.alias_info is None for returned in target._schema.returns):
+        return ()
+    return tuple(a.name for a in target._schema.arguments if a.alias_info is not None)
+
+
+@functools.cache
+def _statistics(target: Any) -> bool:
+    return any(argument.name == "running_mean" for argument in target._schema.arguments)
 
 
 def is_impure(node: fx.Node) -> bool:
@@ -171,8 +192,8 @@ class GraphFacts:
     def __init__(self, graph: fx.Graph) -> None:
         self.order: dict[fx.Node, int] = {node: index for index, node in enumerate(graph.nodes)}
         self._parent: dict[fx.Node, fx.Node] = {}
-        by_storage: dict[StorageWeakRef, fx.Node] = {}
         by_name: dict[str, fx.Node] = {}
+        by_storage: dict[int, fx.Node] = {}  # the traced values live as long as the graph, and so do their storages
         for node in self.order:
             self._parent[node] = node
             if node.op == "placeholder":
@@ -182,7 +203,7 @@ class GraphFacts:
             for source in _schema_aliases(node):
                 self._join(node, source)
             for tensor in tensors_in(node.meta.get("val")):
-                self._join(node, by_storage.setdefault(StorageWeakRef(tensor.untyped_storage()), node))
+                self._join(node, by_storage.setdefault(storage_identity(tensor), node))
         self.writes: dict[fx.Node, list[fx.Node]] = {}  # class representative -> nodes that may write it, in order
         for node in self.order:
             for rep in dict.fromkeys(self.alias_class(arg) for arg in may_write(node)):
@@ -299,16 +320,16 @@ def _schema_aliases(node: fx.Node) -> Iterator[fx.Node]:
         return
     if node.target in _ALIASES_BY_VALUE and isinstance(node.meta.get("val"), torch.Tensor):
         return
-    if torch.Tag.maybe_aliasing_or_mutating in node.target.tags and not _statistics(node):
+    if torch.Tag.maybe_aliasing_or_mutating in node.target.tags and not _statistics(node.target):
         # Dropout outside training returns its input, and its traced value does not show it.
         yield from node.all_input_nodes
         return
-    if all(returned.alias_info is None for returned in schema(node).returns):
+    names = _aliased_arguments(node.target)
+    if not names:
         return
     values = bound_args(node)
-    for argument in schema(node).arguments:
-        if argument.alias_info is not None:
-            yield from _nodes_in(values[argument.name])
+    for name in names:
+        yield from _nodes_in(values[name])
 
 
 def _nodes_in(value: Any) -> Iterator[fx.Node]:

@@ -42,6 +42,8 @@ def stage_reads(
         (first, rest), or None where a counter picks nothing. ``first`` takes the placeholders of ``gm`` and gives the
         values of the placeholders that ``rest`` has besides those, at their end. ``gm`` is Dynamo's and stays as it is.
     """
+    if not counters:
+        return None
     gm = _copy(gm)
     placeholders = gm.graph.find_nodes(op="placeholder")
     outside = {node for node in placeholders if node.name in tables}

@@ -150,6 +150,18 @@ def test_workspaces_are_sized_to_the_contract_and_given_back_bit_for_bit() -> No
     assert all(bytes_equal(shipped[name], restored[name]) for name in shipped)
     assert not {"setup_cache", "inference_chunk"} & vars(token2wav.flow).keys()
     assert "forward_chunk" not in vars(token2wav.flow.encoder) and "forward" not in vars(token2wav.hift)
+    assert {type(block.conv.block) for block in token2wav.flow.decoder.estimator.blocks} == {torch.nn.Sequential}
+
+
+def test_slices_of_a_bound_sequence_compute_what_the_shipped_one_does() -> None:
+    token2wav = vendor.build_token2wav(SIZES)
+    sequence = token2wav.flow.decoder.estimator.blocks[0].conv.block
+    x = torch.randn(2, 5, SIZES.hidden)
+    shipped = sequence[2:6](x.transpose(1, 2)), sequence[-1], sequence[0]
+    Token2WavStream(token2wav)
+    assert type(sequence[2:6]) is not torch.nn.Sequential
+    assert bytes_equal(sequence[2:6](x.transpose(1, 2)), shipped[0])
+    assert sequence[-1] is shipped[1] and sequence[0] is shipped[2] and len(sequence) == 8
 
 
 def test_after_unbind_the_vendors_stream_runs_as_before() -> None:

@@ -1,6 +1,7 @@
 """Other ways to compile and to call, that change nothing in the bytes or in the counts."""
 
 import copy
+import gc
 import threading
 from collections import Counter
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 import cadence_fx
+import cadence_fx.capture as capture_module
 from cadence_fx.errors import UnexplainedSize
 from tests.harness import BACKEND, Pair, assert_same, byte_view, compile_with, counts
 from tests.streams import BY_NAME, Run
@@ -249,3 +251,20 @@ def test_exact_shape_replay_of_a_plain_callable() -> None:
     for a, e in kept:
         assert_same(a, e, "at the end")
     assert replay.ledger.captures == 2 and not replay.ledger.misses
+
+
+def test_warm_up_collects_garbage_less_often_and_tells_where_its_time_went(monkeypatch: pytest.MonkeyPatch) -> None:
+    before: tuple[int, ...] = gc.get_threshold()
+    seen: list[tuple[int, ...]] = []
+    capture = capture_module.capture
+
+    def watched(*args: Any) -> Any:
+        seen.append(gc.get_threshold())
+        return capture(*args)
+
+    monkeypatch.setattr("cadence_fx.table.capture", watched)
+    report = cadence_fx.report(Pair(BY_NAME["PartialFlush"]).step)
+    assert gc.get_threshold() == before
+    assert seen and all(limit[0] >= 100_000 for limit in seen)
+    assert list(report["seconds"]) == ["dynamo", "tracing", "passes", "capture", "eager", "other"]
+    assert "compiled in " in str(report)

@@ -71,3 +71,12 @@ def test_warm_up_is_forgotten_and_why_classes_were_refused_is_not() -> None:
     ledger.begin_traffic()
     assert not ledger.misses and ledger.refusals == Counter(host_read=1)
     assert set(ledger.details) == {"host_read"} and "model.py:3" in ledger.details["host_read"]
+
+
+def test_a_phase_does_not_count_those_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 100, 10))
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    ledger = Ledger("x")
+    with ledger.timed("dynamo"), ledger.timed("tracing"), ledger.timed("dynamo"):
+        pass
+    assert ledger.seconds == {"dynamo": 30, "tracing": 20}
