@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import itertools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -64,7 +65,7 @@ class HoistSlow:
     name = "hoist_slow"
 
     def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
-        if ctx.keep is None:
+        if ctx.keep is None or ctx.slow is not None:
             return PassResult(gm, False)
         frontier = _Frontier(gm, ctx)
         ctx.notes.extend(f"{self.name}: {refusal}" for refusal in frontier.refusals())
@@ -101,7 +102,7 @@ class _Frontier:
         self._accelerated = any(t.device.type != "cpu" for t in tensors)
         self._inputs = self._trace_inputs()
         self._refused: dict[str, list[fx.Node]] = {}
-        self._seen: set[fx.Node] = set()
+        self._settled: set[fx.Node] = set()  # everything of the call, and of what is slower all that it reads
         self._values: set[fx.Node] = set()
         self._settle([node for node in gm.graph.nodes if not self.is_slow(node)])
         self._make_room()
@@ -135,24 +136,28 @@ class _Frontier:
             bits ^= lowest
         return total
 
-    def _settle(self, staying: list[fx.Node]) -> None:
-        """Keep or refuse what the nodes that stay in the graph read; what is refused stays, and so do views."""
+    def _settle(self, staying: list[fx.Node]) -> list[fx.Node]:
+        """Keep or refuse what the nodes that stay in the graph read; what is refused stays, and so do views.
+
+        Returns what is kept.
+        """
+        kept = []
+        self._settled.update(staying)
         while staying:
-            node = staying.pop()
-            if node in self._seen:
-                continue
-            self._seen.add(node)
-            for used in node.all_input_nodes:
-                if not self.is_slow(used) or used in self._values:
+            for used in staying.pop().all_input_nodes:
+                if used in self._settled:
                     continue
-                if used.op != "call_function" or self._source(used) is not None:
-                    staying.append(used)
-                elif (reason := self._refusal(used)) is not None:
-                    if reason:
-                        self._refused.setdefault(reason, []).append(used)
-                    staying.append(used)
-                else:
-                    self._values.add(used)
+                self._settled.add(used)
+                is_view = used.op != "call_function" or self._source(used) is not None
+                reason = "" if is_view else self._refusal(used)
+                if reason is None:
+                    kept.append(used)
+                    continue
+                if reason:
+                    self._refused.setdefault(reason, []).append(used)
+                staying.append(used)
+        self._values.update(kept)
+        return kept
 
     def _source(self, node: fx.Node) -> fx.Node | None:
         """What ``node`` is a view of. One of several results of an operator is a value of its own."""
@@ -191,12 +196,10 @@ class _Frontier:
         heapq.heapify(largest)
         while total > room:
             _, _, node = heapq.heappop(largest)
-            known = set(self._values)
             self._values.discard(node)
             self._refused.setdefault(f"all of them take more than {room} bytes", []).append(node)
-            self._settle([node])
             total -= _size(node.meta["val"])
-            for fresh in self._values - known:
+            for fresh in self._settle([node]):
                 total += _size(fresh.meta["val"])
                 heapq.heappush(largest, (-_size(fresh.meta["val"]), order[fresh], fresh))
 
@@ -302,6 +305,9 @@ def _is_switch(node: fx.Node) -> bool:
     )
 
 
+_numbers = itertools.count()
+
+
 class _Names:
     """A name for every value by what computes it: two values of one name have equal bytes, in whatever graphs."""
 
@@ -314,7 +320,7 @@ class _Names:
     def give(self, node: fx.Node, is_switch: bool) -> str:
         """Name a node; those it uses have names."""
         if node.op == "placeholder":
-            what = self._ctx.origins.get(node.name) or f"{node.name} of {id(self._gm)}"
+            what = self._ctx.origins.get(node.name) or f"nobody else's {next(_numbers)}"
         elif node.op == "get_attr":
             value = attribute(self._gm, node)
             what = f"{value.shape} {value.stride()} {value.dtype} {value.device} {digest(value)}"

@@ -58,7 +58,7 @@ class Solver(nn.Module):
     def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
         frames = torch.cat([cache, self.key(x)], 1)
         for i in range(STEPS):
-            angles = self.times[i] * torch.arange(C // 2)  # 2 operators
+            angles = self.times[i] * torch.arange(C // 2, device=x.device)  # 2 operators
             embedded = F.silu(self.time(torch.cat([angles.cos(), angles.sin()])))  # 5
             shift, scale = self.modulation(F.silu(embedded)).chunk(2)  # 2, and a view
             h = F.layer_norm(x, (C,)) * (1 + scale) + shift  # 1

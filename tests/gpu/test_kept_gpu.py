@@ -33,16 +33,8 @@ def load(module: nn.Module) -> None:
     module.load_state_dict({name: torch.randn_like(value) for name, value in module.state_dict().items()})
 
 
-class OnDevice(Solver):
-    """The tables are made where the module is."""
-
-    def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.device(x.device):
-            return super().forward(x, cache)
-
-
 def play() -> host.Play:
-    return host.Play(OnDevice().to(DEVICE))
+    return host.Play(Solver().to(DEVICE))
 
 
 @pytest.mark.parametrize("write", [*WRITES.values(), load], ids=[*WRITES, "load"])
