@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from cadence_fx.passes.dependencies import Dependencies
 from cadence_fx.passes.graphs import may_write
 from cadence_fx.passes.parallel_branches import branch_work, longest_path
 from tests.branches import watched_run
-from tests.passes.toolbox import assert_same_bytes, flat_outputs, trace
+from tests.passes.toolbox import assert_same_bytes, flat_outputs, slot, trace
 
 WIDTH = 8
 
@@ -175,6 +176,21 @@ def test_writes_come_after_one_another_and_after_reads() -> None:
     assert needed(needs, "mul_") == {"add_"} and needed(needs, "add") == {"add_", "mul_"}
 
 
+def test_a_value_that_may_be_an_argument_meets_all_of_it() -> None:
+    """A dropout that is off gives its input, and is not traced as that; old and new state are one memory as well."""
+
+    def step(x: Tensor, old: Tensor, new: Tensor) -> tuple[Tensor, ...]:
+        quiet = torch.nn.functional.dropout(old, 0.5, training=False)
+        y = quiet[:2] + 1
+        new[2:].copy_(x)
+        return y, new
+
+    gm = trace(step, torch.zeros(2), torch.zeros(4), torch.zeros(4))
+    assert needed(Dependencies(gm.graph), "copy_") == set()
+    site = replace(slot(gm, "old_1", 1, 0), destination="new_1")
+    assert needed(Dependencies(gm.graph, [site]), "copy_") == {"dropout", "add"}
+
+
 def test_a_memory_with_too_many_readers_is_kept_in_order() -> None:
     def step(x: Tensor) -> tuple[Tensor, ...]:
         results = [x + i for i in range(300)]
@@ -193,7 +209,7 @@ def test_a_memory_with_too_many_readers_is_kept_in_order() -> None:
 
 
 def test_time_is_near_linear() -> None:
-    """A graph of 4,000 calls in well under what a square of it would take."""
+    """Eight times the graph in well under what a square of it would take."""
 
     def seconds(layers: int) -> float:
         with torch.no_grad():
@@ -204,4 +220,4 @@ def test_time_is_near_linear() -> None:
         return time.perf_counter() - started
 
     seconds(4)
-    assert seconds(160) < 40 * max(seconds(16), 0.05)
+    assert seconds(64) < 30 * max(seconds(8), 0.05)
