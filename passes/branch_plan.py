@@ -26,7 +26,7 @@ __all__ = ["Work", "plan_branches"]
 
 _START = -1  # "the beginning of the graph", among places of calls
 _NEVER = -2
-_HELD = 16 << 20  # bytes of one branch that may be held for others before a wait is added where it costs little
+_HELD = 8 << 20  # bytes of one branch that may be held for others before a wait is added where it costs little
 _FAR_TOO_MUCH = 4  # times that, and it is added wherever it is
 
 

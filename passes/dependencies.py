@@ -123,6 +123,7 @@ class Dependencies:
         self.views: set[fx.Node] = set()
         self.touched: dict[fx.Node, list[int]] = {}
         self._groups, self._origins = self._carries(graph, slots)
+        self._numbers: dict[StorageWeakRef, int] = {}  # these do not compare with anything else
         self.written = {self._group(rep) for rep in self.facts.writes}
         self._memories: dict[fx.Node, _Memory] = {}
         self._accelerated = any(not _on_host(node) for node in graph.nodes if node.op != "output")
@@ -201,7 +202,7 @@ class Dependencies:
         found: list[tuple[object, Box | None]] = []
         for value in tensors_in(node.meta.get("val")):
             storage = _storage(value)
-            origin, base = self._origins.get(storage, (storage, 0))
+            origin, base = self._origins.get(storage, (self._numbers.setdefault(storage, len(self._numbers)), 0))
             found.append((origin, box_of(value, base)))
         return found or [(None, None)]
 

@@ -26,8 +26,9 @@ only if the estimate for the whole graph gets better by it.
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_right, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch.fx as fx
 
@@ -41,10 +42,10 @@ __all__ = ["ParallelBranches", "assign", "branch_work"]
 
 MAIN, DRAIN, AHEAD, ARMS = 0, 1, 2, (3, 4)
 _SLACK = 40.0  # us between a call and its use, besides its own time, for it to be off the critical path
-_FAR = 100.0  # us of main work after the first use of a value, beyond which a use says nothing of where chains join
+_FAR = 100.0  # us between fork and join, beyond what the arm takes four times, for which it would keep a branch idle
 _LEAST_GAIN = 2.0  # us by which a chain has to shorten the way to its join
-_MOST_NEEDED = 64  # values of elsewhere that a chain may need
-_LEAST_SAVED = 10.0  # us for the whole graph: below, it is not worth a stream and its library workspace
+# us that a kind has to save for the whole graph. What computes needs a workspace of its libraries on each stream.
+_LEAST_SAVED = {"drain": 2.0, "ahead": 20.0, "arms": 10.0}
 
 
 class ParallelBranches:
@@ -97,13 +98,13 @@ def assign(work: Work) -> tuple[Branches | None, int]:
     best, best_branch = None, branch
     time = work.serial
     slack = _slack(work)
-    for move in (_ahead, _drain, _arms):
+    for kind, move in (("drain", _drain), ("ahead", _ahead), ("arms", _arms)):
         tried = list(best_branch)
         move(work, tried, slack)
         if tried == best_branch:
             continue
         plan = plan_branches(work, _numbered(tried))
-        if plan.branched < time - _LEAST_SAVED:
+        if plan.branched < time - _LEAST_SAVED[kind]:
             best, best_branch, time = plan, tried, plan.branched
     return best, sum(where != MAIN for where in best_branch)
 
@@ -147,7 +148,6 @@ def _drain(work: Work, branch: list[int], slack: list[float]) -> None:
     for call in reversed(range(len(branch))):
         staying = [user for user in needs.after[call] if branch[user] == MAIN]
         free = not needs.pinned[call] and slack[call] > _SLACK
-        free = free and all(branch[user] in (MAIN, DRAIN) for user in needs.after[call])
         first = min(staying, default=None)
         needed = max((begins[user] for user in staying), default=0.0)
         latest = max(deadline, needed + CROSSING) + durations[call]
@@ -171,9 +171,12 @@ def _ahead(work: Work, branch: list[int], slack: list[float]) -> None:
     done = [0.0] * len(branch)
     free = 0.0
     for call in range(len(branch)):
+        if branch[call] != MAIN:
+            done[call] = elapsed  # not before, and in all likelihood not much later
+            continue
         ready = 0.0
         for earlier in needs.before[call]:
-            ready = max(ready, done[earlier] + (CROSSING if branch[earlier] == MAIN else 0.0))
+            ready = max(ready, done[earlier] + (0.0 if branch[earlier] == AHEAD else CROSSING))
         end = max(free, ready) + durations[call]
         free_to_go = not needs.pinned[call] and slack[call] > _SLACK
         if free_to_go and elapsed - end - CROSSING > _SLACK:
@@ -194,100 +197,52 @@ def _arms(work: Work, branch: list[int], slack: list[float]) -> None:
 
 
 class _Arms:
-    """The main calls as a tree: above each call the first that all ways from it come to, its join.
-
-    Uses far behind the first are left out, since the main branch has come past the join by then.
-    """
+    """Chains that end in one call, their join, and that nothing else on the main branch needs before it."""
 
     def __init__(self, work: Work, branch: list[int]) -> None:
         self.work, self.branch = work, branch
-        needs, count = work.needs, len(branch)
+        after, count = work.needs.after, len(branch)
         self.main = _Sums([d if branch[i] == MAIN else 0.0 for i, d in enumerate(work.durations)])
-        self.join = [count] * (count + 1)
-        for call in reversed(range(count)):
-            if branch[call] == MAIN:
-                users = [user for user in needs.after[call] if branch[user] == MAIN]
-                near = [user for user in users if self.main.between(users[0], user) <= _FAR]
-                self.join[call] = self._meeting(near)
-        self.kids: list[list[int]] = [[] for _ in range(count + 1)]
-        self.cost = [*work.durations, 0.0]  # of a call and all below it
-        self.fixed = [*needs.pinned, False]
-        self.first = list(range(count + 1))
-        # What a call and all below it need from elsewhere.
-        self.outside: list[set[int]] = [set() for _ in range(count + 1)]
+        self.ends: list[list[int]] = [[] for _ in range(count + 1)]  # for each call, those that it is the first to need
         for call in range(count):
             if branch[call] == MAIN:
-                self._gather(call)
+                self.ends[next((user for user in after[call] if branch[user] == MAIN), count)].append(call)
         self.booked: dict[int, list[tuple[int, int]]] = {arm: [] for arm in ARMS}
-
-    def _meeting(self, users: list[int]) -> int:
-        found = users[0] if users else len(self.branch)
-        for user in users[1:]:
-            while found != user:
-                if found < user:
-                    found = self.join[found]
-                else:
-                    user = self.join[user]
-        return found
-
-    def _gather(self, call: int) -> None:
-        found = {earlier for earlier in self.work.needs.before[call] if self.branch[earlier] == MAIN}
-        found = {
-            earlier
-            for earlier in found.union(*(self.outside[kid] for kid in self.kids[call]))
-            if self.join[earlier] > call
-        }
-        if len(found) > _MOST_NEEDED:
-            self.fixed[call] = True
-            found = set(sorted(found)[-_MOST_NEEDED:])
-        self.outside[call] = found
-        join = self.join[call]
-        self.kids[join].append(call)
-        self.cost[join] += self.cost[call]
-        self.fixed[join] = self.fixed[join] or self.fixed[call]
-        self.first[join] = min(self.first[join], self.first[call])
 
     def move(self) -> None:
         """Outer joins first: what has moved as a whole is not taken apart."""
-        for join in reversed(range(len(self.kids))):
-            if len(self.kids[join]) > 1 and (join == len(self.branch) or self.branch[join] == MAIN):
-                self._divide(join)
+        for join in reversed(range(len(self.ends))):
+            if join == len(self.branch) or self.branch[join] == MAIN:
+                ends = [end for end in self.ends[join] if self.branch[end] == MAIN]
+                if len(ends) > 1:
+                    self._divide(join, [_Arm(self, end, join) for end in ends])
 
-    def _divide(self, join: int) -> None:
-        kids = self.kids[join]
-        feeding: set[int] = set().union(*(self.outside[kid] for kid in kids))
-        arms = sorted((kid for kid in kids if kid not in feeding), key=lambda kid: self.cost[kid])
+    def _divide(self, join: int, growing: list[_Arm]) -> None:
+        """Move all arms of a join but the longest, as far as it pays."""
+        arms: list[_Arm] = []
+        while len(growing) > 1:  # side by side, so that the longest, which may be all there is, is not followed
+            done = {id(arm) for arm in growing if not arm.grow()}
+            arms += [arm for arm in growing if id(arm) in done]
+            growing = [arm for arm in growing if id(arm) not in done]
+        arms.sort(key=lambda arm: arm.cost)
+        if not growing:
+            arms.pop()
         load = dict.fromkeys(ARMS, 0.0)
-        for arm in arms[:-1]:
-            if self.fixed[arm] or self.cost[arm] <= _LEAST_GAIN + CROSSING:
+        for arm in arms:
+            whole = self.main.between(arm.fork + 1, join)
+            if not arm.calls or arm.cost <= _LEAST_GAIN + CROSSING or whole > _FAR + 4 * arm.cost:
                 continue
-            fork = max(self.outside[arm], default=-1)
-            whole = self.main.between(fork + 1, join)
             for where in sorted(ARMS, key=lambda which: load[which]):
-                rest = max(0.0, whole - self.cost[arm])
-                after = max(rest, load[where] + self.cost[arm] + CROSSING) + CROSSING
+                rest = max(0.0, whole - arm.cost)
+                after = max(rest, load[where] + arm.cost + CROSSING) + CROSSING
                 if whole - after <= _LEAST_GAIN:
                     break
-                calls = list(self._below(arm))
-                if self._is_closed(calls, join) and self._book(where, self.first[arm], join):
-                    load[where] += self.cost[arm]
-                    for call in calls:
+                if self._book(where, min(arm.calls), join):
+                    load[where] += arm.cost
+                    for call in arm.calls:
                         self.branch[call] = where
                         self.main.add(call, -self.work.durations[call])
                     break
-
-    def _is_closed(self, calls: list[int], join: int) -> bool:
-        """Whether no other main call takes anything of a chain before its join."""
-        own = set(calls)
-        users = (user for call in calls for user in self.work.needs.after[call])
-        return all(user >= join or user in own or self.branch[user] != MAIN for user in users)
-
-    def _below(self, call: int) -> Iterator[int]:
-        pending = [call]
-        while pending:
-            found = pending.pop()
-            yield found
-            pending += self.kids[found]
 
     def _book(self, where: int, first: int, join: int) -> bool:
         """Take a branch for calls from one place to another; arms of one join may share it, others may not."""
@@ -299,6 +254,41 @@ class _Arms:
             at -= 1
         insort(booked, (first, join))
         return True
+
+
+class _Arm:
+    """One chain, found from its end: what only it needs before the join belongs to it."""
+
+    def __init__(self, arms: _Arms, end: int, join: int) -> None:
+        self._needs, self._durations, self._branch = arms.work.needs, arms.work.durations, arms.branch
+        self._join = join
+        self._open = [-end]  # a heap, latest first: whoever needs a call is decided on before it is
+        self.calls: set[int] = set()
+        self.cost = 0.0
+        self.fork = -1  # the last call of the main branch that it needs
+
+    def grow(self) -> bool:
+        """Decide on one more call; False when there is none."""
+        if not self._open:
+            return False
+        call = -heapq.heappop(self._open)
+        while self._open and self._open[0] == -call:
+            heapq.heappop(self._open)
+        if self._is_own(call):
+            self.calls.add(call)
+            self.cost += self._durations[call]
+            for earlier in self._needs.before[call]:
+                if self._branch[earlier] == MAIN:
+                    heapq.heappush(self._open, -earlier)
+        else:
+            self.fork = max(self.fork, call)
+        return True
+
+    def _is_own(self, call: int) -> bool:
+        if self._needs.pinned[call]:
+            return False
+        users = self._needs.after[call]
+        return all(user >= self._join or user in self.calls or self._branch[user] != MAIN for user in users)
 
 
 class _Sums:
