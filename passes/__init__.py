@@ -18,6 +18,7 @@ from cadence_fx.passes.reinplace_retention import ReinplaceRetention
 from cadence_fx.passes.split_host import SplitHost
 from cadence_fx.passes.stage_reads import stage_reads
 from cadence_fx.passes.verify_capturable import VerifyCapturable
+from cadence_fx.passes.write_parts import WriteParts
 
 __all__ = [
     "Contradicted",
@@ -37,6 +38,7 @@ __all__ = [
     "Unproved",
     "Verdict",
     "VerifyCapturable",
+    "WriteParts",
     "default_passes",
     "prove_retention",
     "prove_retentions",

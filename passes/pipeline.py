@@ -20,6 +20,7 @@ from cadence_fx.passes.merge_common import MergeCommon
 from cadence_fx.passes.reinplace_retention import ReinplaceRetention
 from cadence_fx.passes.split_host import SplitHost
 from cadence_fx.passes.verify_capturable import VerifyCapturable
+from cadence_fx.passes.write_parts import WriteParts
 
 __all__ = ["default_passes", "register_pass", "run_passes"]
 
@@ -49,6 +50,7 @@ def default_passes() -> list[Pass]:
         SplitHost(),  # after the constants: what is left on the host changes from call to call
         MergeCommon(),  # before the states are written in place: nothing is written yet that the code does not write
         ReinplaceRetention(),  # after whatever changes how a state is computed; its writes must stay at the end
+        WriteParts(),  # after the states have been followed through the cats
         VerifyCapturable(),  # last: it judges the graph that will be recorded
     ]
 

@@ -87,6 +87,7 @@ def test_default_order() -> None:
         "split_host",
         "merge_common",
         "reinplace_retention",
+        "write_parts",
         "verify_capturable",
     ]
 
