@@ -1,6 +1,7 @@
 """Rewrites of static aten graphs. The only part of the backend that may name operators."""
 
 from cadence_fx.passes.base import HostPart, Pass, PassContext, PassResult, Premise, RegionSlot
+from cadence_fx.passes.batch_copies import BatchCopies
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
 from cadence_fx.passes.jit_chains import JitChains
@@ -21,6 +22,7 @@ from cadence_fx.passes.verify_capturable import VerifyCapturable
 from cadence_fx.passes.write_parts import WriteParts
 
 __all__ = [
+    "BatchCopies",
     "Contradicted",
     "FoldHostConstants",
     "HoistHostReads",

@@ -14,6 +14,7 @@ import torch.fx as fx
 
 from cadence_fx.errors import CadenceError, PassFailed
 from cadence_fx.passes.base import Pass, PassContext
+from cadence_fx.passes.batch_copies import BatchCopies
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
 from cadence_fx.passes.merge_common import MergeCommon
@@ -51,6 +52,7 @@ def default_passes() -> list[Pass]:
         MergeCommon(),  # before the states are written in place: nothing is written yet that the code does not write
         ReinplaceRetention(),  # after whatever changes how a state is computed; its writes must stay at the end
         WriteParts(),  # after the states have been followed through the cats
+        BatchCopies(),  # after the passes that add copies
         VerifyCapturable(),  # last: it judges the graph that will be recorded
     ]
 

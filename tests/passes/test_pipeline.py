@@ -88,6 +88,7 @@ def test_default_order() -> None:
         "merge_common",
         "reinplace_retention",
         "write_parts",
+        "batch_copies",
         "verify_capturable",
     ]
 
