@@ -173,8 +173,7 @@ class _Parts:
                 (list(val.shape), list(val.stride())),
                 {"dtype": val.dtype, "device": val.device},
             )
-        memory.meta.update(cat.meta)
-        memory.meta["val"] = val.new_empty_strided(val.shape, val.stride())
+        memory.meta.update({**cat.meta, "val": val.new_empty_strided(val.shape, val.stride())})
         axis, start = _axis(cat), 0
         for at, part in enumerate(given):
             stop = start + tensor_val(part).shape[axis]
@@ -184,7 +183,8 @@ class _Parts:
                 if at in producers:
                     self._compute_into(producers[at], place)
                 else:
-                    emit(self._graph, aten.copy_.default, place, part, like=cat)
+                    copied_in = self._graph.call_function(aten.copy_.default, (place, part))
+                    copied_in.meta.update({**cat.meta, "val": place.meta["val"]})
             start = stop
         cat.replace_all_uses_with(memory)
         self._erase(cat)
@@ -215,8 +215,7 @@ class _Parts:
             back = [order.index(dim) for dim in range(len(order))]
             place = emit(self._graph, aten.permute.default, place, back, like=node)
         written = self._graph.call_function(_INTO[node.target], node.args, {**node.kwargs, "out": place})
-        written.meta.update(node.meta)
-        written.meta["val"] = place.meta["val"]
+        written.meta.update({**node.meta, "val": place.meta["val"]})
 
     def _can_go(self, part: fx.Node, cat: fx.Node) -> bool:
         """Whether ``cat`` may read what ``part`` reads instead of ``part``."""
