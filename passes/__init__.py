@@ -11,6 +11,7 @@ from cadence_fx.passes.base import (
     SlowPart,
     Step,
 )
+from cadence_fx.passes.batch_copies import BatchCopies
 from cadence_fx.passes.captured import CapturedGraph, CapturedNode, Edit, EditContext
 from cadence_fx.passes.clear_once import ClearOnce
 from cadence_fx.passes.cleared_products import ClearedProducts
@@ -45,6 +46,7 @@ from cadence_fx.passes.reinplace_retention import ReinplaceRetention
 from cadence_fx.passes.split_host import SplitHost
 from cadence_fx.passes.stage_reads import stage_reads
 from cadence_fx.passes.verify_capturable import VerifyCapturable
+from cadence_fx.passes.write_parts import WriteParts
 
 __all__ = [
     "CapturedGraph",
@@ -53,6 +55,7 @@ __all__ = [
     "ClearOnce",
     "ClearedProducts",
     "Branches",
+    "BatchCopies",
     "Contradicted",
     "DropScalings",
     "Edit",
@@ -79,6 +82,7 @@ __all__ = [
     "Unproved",
     "Verdict",
     "VerifyCapturable",
+    "WriteParts",
     "default_passes",
     "is_needed",
     "optional_passes",

@@ -16,6 +16,7 @@ from cadence_fx._torch import storage_identity
 __all__ = [
     "ALLOCATIONS",
     "MEMORY_OF",
+    "KNOWN_NAMESPACES",
     "GraphFacts",
     "Liveness",
     "OpOverload",
@@ -49,6 +50,9 @@ _ALIASES_BY_VALUE = {
     aten.to.dtype_layout,
     aten.to.other,
 }
+
+# Whose operators do what their schemas say and no more: PyTorch's, and those that passes put into graphs.
+KNOWN_NAMESPACES = ("aten", "prims", "cadence_fx")
 
 # Operators that return memory without giving it contents.
 ALLOCATIONS = {
@@ -152,7 +156,7 @@ def is_impure(node: fx.Node) -> bool:
         return True
     if torch.Tag.nondeterministic_seeded in node.target.tags:
         return True
-    if node.target.namespace not in ("aten", "prims"):
+    if node.target.namespace not in KNOWN_NAMESPACES:
         return True  # an operator of someone else's may have effects that its schema does not tell
     return bool(may_write(node)) or not schema(node).returns
 

@@ -34,6 +34,7 @@ import torch.fx as fx
 from cadence_fx.passes.base import PassContext, PassResult
 from cadence_fx.passes.graphs import (
     ALLOCATIONS,
+    KNOWN_NAMESPACES,
     GraphFacts,
     OpOverload,
     is_impure,
@@ -180,7 +181,7 @@ def _may_do_anything(node: fx.Node) -> bool:
     """Whether a node may change how others compute: a switch of a mode, or a callable that nobody knows."""
     if node.target is operator.getitem and node.op == "call_function":
         return False
-    return not isinstance(node.target, OpOverload) or node.target.namespace not in ("aten", "prims")
+    return not isinstance(node.target, OpOverload) or node.target.namespace not in KNOWN_NAMESPACES
 
 
 def _is_function(node: fx.Node) -> bool:

@@ -15,6 +15,7 @@ import torch.fx as fx
 from cadence_fx._torch_retrace import lazy_module
 from cadence_fx.errors import CadenceError, PassFailed, unknown_name
 from cadence_fx.passes.base import Pass, PassContext
+from cadence_fx.passes.batch_copies import BatchCopies
 from cadence_fx.passes.captured import Edit
 from cadence_fx.passes.clear_once import ClearOnce
 from cadence_fx.passes.cleared_products import ClearedProducts
@@ -30,6 +31,7 @@ from cadence_fx.passes.parallel_branches import ParallelBranches
 from cadence_fx.passes.reinplace_retention import ReinplaceRetention
 from cadence_fx.passes.split_host import SplitHost
 from cadence_fx.passes.verify_capturable import VerifyCapturable
+from cadence_fx.passes.write_parts import WriteParts
 
 __all__ = [
     "Choice",
@@ -78,7 +80,9 @@ def _all() -> list[Pass]:
         ForwardStores(),  # before the states are followed: what they are made of is then closer at hand
         ReinplaceRetention(),  # after whatever changes how a state is computed; its writes stay behind reads of the old
         HoistSlow(),  # after what follows states, which goes by constants; it writes nothing
+        WriteParts(),  # after the states have been followed through the cats
         JitChains(),  # after the writes on states, which are no part of a chain
+        BatchCopies(),  # after the passes that add copies
         ClearedProducts(),  # after whatever decides which products there are and how long their results live
         VerifyCapturable(),  # after every rewrite: it judges the graph that will be recorded
         ParallelBranches(),  # last: it plans the run of that graph, and changes no operator

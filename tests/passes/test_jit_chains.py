@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cadence_fx.extremes import plant_extremes, redraw
-from cadence_fx.passes import JitChains, PassContext, VerifyCapturable, run_passes
+from cadence_fx.passes import JitChains, MergeCommon, PassContext, VerifyCapturable, run_passes
+from cadence_fx.passes.graphs import GraphFacts, erase_dead_code
 from cadence_fx.passes.jit_chains import cuda_source
 from cadence_fx.passes.strides import elementwise_strides, same_strides
 from tests.passes.toolbox import assert_same_bytes, flat_outputs, listing
@@ -287,6 +288,20 @@ def test_operands_laid_out_like_the_result_come_first() -> None:
 def test_can_be_captured_afterwards() -> None:
     gm = trace_on_device(lambda x, y: (x * y + 2,), X, SCALE)
     run_passes(gm, PassContext(), [JitChains(), VerifyCapturable()])
+
+
+def test_chain_is_an_operator_without_effects() -> None:
+    """One that nobody uses goes, and two equal ones are one."""
+
+    def equal(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return (torch.exp(x * y + 2) + torch.tanh(x * y + 2),)
+
+    merged = fuse(equal, X, SCALE)
+    assert operators(merged).count("float_chain.default") == 2
+    assert operators(run_passes(merged, PassContext(), [MergeCommon()])).count("float_chain.default") == 1
+    (first, second) = merged.graph.find_nodes(op="call_function", target=CHAIN)
+    next(iter(second.users)).replace_input_with(second, first)
+    assert erase_dead_code(merged.graph) == 1 and GraphFacts(merged.graph).alias_class(first) is first
 
 
 # -- strides ----------------------------------------------------------------------------------------------------------

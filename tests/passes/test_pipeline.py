@@ -89,6 +89,8 @@ def test_default_order() -> None:
         "forward_stores",
         "reinplace_retention",
         "hoist_slow",
+        "write_parts",
+        "batch_copies",
         "cleared_products",
         "verify_capturable",
         "parallel_branches",

@@ -9,8 +9,9 @@ from math import prod
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
 
 from cadence_fx.contract import Region
 from cadence_fx.passes import PassContext, RegionSlot
@@ -23,6 +24,15 @@ def trace(function: Callable[..., object], *examples: Tensor) -> fx.GraphModule:
         # Copies, since one tensor given twice would be traced as one input.
         fakes = [mode.from_tensor(example.clone()) for example in examples]
         return make_fx(function, pre_dispatch=True)(*fakes)
+
+
+def on_device(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph with values that say they are on a CUDA device, which need not be there."""
+    for node in gm.graph.nodes:
+        for value in tree_leaves(node.meta.get("val")):
+            if isinstance(value, FakeTensor):
+                value.fake_device = torch.device("cuda", 0)
+    return gm
 
 
 def slot(
