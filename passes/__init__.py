@@ -1,6 +1,7 @@
 """Rewrites of static aten graphs. The only part of the backend that may name operators."""
 
 from cadence_fx.passes.base import HostPart, Pass, PassContext, PassResult, Premise, RegionSlot
+from cadence_fx.passes.elide_copies import ElideCopies
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
 from cadence_fx.passes.forward_stores import ForwardStores
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
@@ -20,6 +21,7 @@ from cadence_fx.passes.verify_capturable import VerifyCapturable
 
 __all__ = [
     "Contradicted",
+    "ElideCopies",
     "FoldHostConstants",
     "ForwardStores",
     "HoistHostReads",

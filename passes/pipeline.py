@@ -14,6 +14,7 @@ import torch.fx as fx
 
 from cadence_fx.errors import CadenceError, PassFailed
 from cadence_fx.passes.base import Pass, PassContext
+from cadence_fx.passes.elide_copies import ElideCopies
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
 from cadence_fx.passes.forward_stores import ForwardStores
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
@@ -48,6 +49,7 @@ def default_passes() -> list[Pass]:
         FoldHostConstants(),  # before the states are followed: what it leaves behind is constant and on the device
         SplitHost(),  # after the constants: what is left on the host changes from call to call
         ForwardStores(),  # before the states are followed: what they are made of is then closer at hand
+        ElideCopies(),  # after the stores: some copies were made of memory that is gone
         ReinplaceRetention(),  # after whatever changes how a state is computed; its writes must stay behind the reads of the old
         VerifyCapturable(),  # last: it judges the graph that will be recorded
     ]

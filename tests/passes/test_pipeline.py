@@ -86,6 +86,7 @@ def test_default_order() -> None:
         "fold_host_constants",
         "split_host",
         "forward_stores",
+        "elide_copies",
         "reinplace_retention",
         "verify_capturable",
     ]
