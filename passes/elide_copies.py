@@ -56,7 +56,7 @@ class ElideCopies:
             if source is not None and _is_needless(facts, node, source, leaving):
                 node.replace_all_uses_with(source)
                 for view in members[facts.alias_class(node)]:
-                    if view is not node:
+                    if facts.order[view] > facts.order[node]:
                         _trace_again(view)
                 graph.erase_node(node)
                 copies += 1
