@@ -16,6 +16,7 @@ from cadence_fx.passes.captured import CapturedGraph, CapturedNode, Edit, EditCo
 from cadence_fx.passes.clear_once import ClearOnce
 from cadence_fx.passes.cleared_products import ClearedProducts
 from cadence_fx.passes.drop_scalings import DropScalings
+from cadence_fx.passes.elide_copies import ElideCopies
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
 from cadence_fx.passes.forward_stores import ForwardStores
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
@@ -60,6 +61,7 @@ __all__ = [
     "DropScalings",
     "Edit",
     "EditContext",
+    "ElideCopies",
     "FoldHostConstants",
     "ForwardStores",
     "HoistHostReads",

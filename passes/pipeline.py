@@ -20,6 +20,7 @@ from cadence_fx.passes.captured import Edit
 from cadence_fx.passes.clear_once import ClearOnce
 from cadence_fx.passes.cleared_products import ClearedProducts
 from cadence_fx.passes.drop_scalings import DropScalings
+from cadence_fx.passes.elide_copies import ElideCopies
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
 from cadence_fx.passes.forward_stores import ForwardStores
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
@@ -78,6 +79,7 @@ def _all() -> list[Pass]:
         SplitHost(),  # after the constants: what is left on the host changes from call to call
         MergeCommon(),  # before the states are written in place: nothing is written yet that the code does not write
         ForwardStores(),  # before the states are followed: what they are made of is then closer at hand
+        ElideCopies(),  # after the stores: some copies were made of memory that is gone
         ReinplaceRetention(),  # after whatever changes how a state is computed; its writes stay behind reads of the old
         HoistSlow(),  # after what follows states, which goes by constants; it writes nothing
         WriteParts(),  # after the states have been followed through the cats

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
 import cadence_fx
 from bench import vendor
@@ -16,7 +17,11 @@ from cadence_fx.adapters import contract_for
 from cadence_fx.adapters.token2wav import FLUSH_TOKENS, ConformerStep, FlowStep, Geometry, Token2WavStream
 from cadence_fx.bytesops import bytes_equal, digest
 from cadence_fx.errors import ContractError
+from cadence_fx.parking import is_parked
+from cadence_fx.passes import PassContext, run_passes
+from cadence_fx.passes.graphs import erase_dead_code
 from tests.adapters.pair import Pair
+from tests.passes.test_placement import kernels, peak
 
 pytestmark = [
     pytest.mark.skipif(not vendor.available(), reason="the vendor package stepaudio2-minicpmo is not installed"),
@@ -297,6 +302,38 @@ def test_compiled_every_declared_call_replays_and_has_the_vendors_bytes() -> Non
     assert [cadence_fx.report(step)["replays"] for step in pair.stream.vocoder.steps.values()] == [4, 8]
     assert not any(cadence_fx.report(step)["misses"] for step in steps_of(pair.stream))
     assert pair.stream.eager_calls == {"priming": 1, "undeclared size": 4, "undeclared vocoder size": 4}
+    assert all(map(is_parked, buffers(pair.stream.token2wav).values()))  # no class uses them
+
+
+def test_the_solver_writes_its_states_without_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys, values and conv frames go from where they are made into the carries, and are freed behind it."""
+    graphs: list[tuple[fx.GraphModule, fx.GraphModule, PassContext]] = []
+
+    def run_and_keep(gm: fx.GraphModule, ctx: PassContext, *rest: Any) -> fx.GraphModule:
+        after = run_passes(gm, ctx, *rest)
+        if any(slot.destination for slot in ctx.regions):
+            graphs.append((run_passes(gm, PassContext(), []), after, ctx))
+        return after
+
+    stream = Token2WavStream(vendor.build_token2wav(TINY), backend=cadence_fx.cadence)
+    stream.prime()
+    monkeypatch.setattr("cadence_fx.graph.run_passes", run_and_keep)
+    stream.warm_up(lambda step, *given: cadence_fx.warm_up(step, *given) if step is stream.flow else None)
+    assert len(graphs) == 3
+    cells = TINY.steps * TINY.depth
+    for before, after, ctx in graphs:
+        assert len(ctx.scratch_inputs) == 4
+        assert not any(
+            node.users for node in after.graph.find_nodes(op="placeholder") if node.name in ctx.scratch_inputs
+        )
+        # Gone for each cell: two cats of pairs and two copies. For each step: two copies, and two of the three cats
+        # that pack its input. At the end: a cat and a clone. In their place: keys, values and frames of two convs.
+        gone = 4 * cells + 4 * TINY.steps + 2
+        erase_dead_code(before.graph)  # what the last step prepares for one more
+        assert kernels(before) - kernels(after) == gone - 4 * cells
+        assert peak(after) <= peak(before)
+    full_before, full_after, _ = graphs[-1]  # where the window grows, rows move up, and some wait for others to be read
+    assert peak(full_after) < 0.6 * peak(full_before)
 
 
 def test_compiled_declared_flushes_replay_too() -> None:

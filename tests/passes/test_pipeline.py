@@ -87,6 +87,7 @@ def test_default_order() -> None:
         "split_host",
         "merge_common",
         "forward_stores",
+        "elide_copies",
         "reinplace_retention",
         "hoist_slow",
         "write_parts",
