@@ -142,7 +142,6 @@ def capture(
             return recording
     finally:
         snapshot.restore()
-    plan.ways = ()  # they hold the graph
     if recording is None:
         return Miss("certificate", "; ".join(plan.notes) or plan.label, lasting=True)
     staged, beside = set(plan.staged), _homes(plan.beside)

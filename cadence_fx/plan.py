@@ -142,6 +142,7 @@ class Plan:
 
     def admit(self, way: Way) -> None:
         """Settle for one way to run the class: what it leaves alone may be anywhere."""
+        self.ways = [way]  # a recording reads the constants of its graph, and does not keep them alive
         self.idle = way.idle
         self.fixed = [i for i in self.fixed if i not in way.idle]
         self.written = [i for i in self.written if i not in way.idle]

@@ -83,7 +83,15 @@ def ways(subject: Subject, passes: Sequence[Pass], edits: Sequence[Edit], name: 
         NotCapturable: no way to run the graph can be recorded.
     """
     notes: list[str] = []
-    first = _rewritten(subject, passes, "rewritten in place", name, notes)
+    try:
+        first = _rewritten(subject, passes, "rewritten in place", name, notes)
+    except NotCapturable as error:
+        needed = [pass_ for pass_ in passes if is_needed(pass_)]
+        if len(needed) == len(passes):
+            raise
+        first = _rewritten(subject, needed, "rewritten in place without optional passes", name, notes)
+        log.warning("%s: the passes that can be left out are, since with them: %s", name, error)
+        notes.append(f"with the passes that can be left out: {error}")
     if first is None:
         return iter([_copied_back(subject, passes, notes)])
     way, changing = first

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from cadence_fx.passes.base import RegionSlot
 from cadence_fx.passes.boxes import Box, box_of, covers, disjoint
 from cadence_fx.passes.effects import draws, is_collective
-from cadence_fx.passes.graphs import GraphFacts, OpOverload, may_write, schema, tensors_in
+from cadence_fx.passes.graphs import KNOWN_NAMESPACES, GraphFacts, OpOverload, may_write, schema, tensors_in
 
 __all__ = ["Dependencies", "foreign"]
 
@@ -36,7 +36,7 @@ def foreign(node: fx.Node) -> bool:
         return False
     if not isinstance(node.target, OpOverload):
         return bool(node.all_input_nodes)  # without tensors it switches a mode of the host
-    return node.target.namespace not in ("aten", "prims")
+    return node.target.namespace not in KNOWN_NAMESPACES
 
 
 @dataclass(slots=True)

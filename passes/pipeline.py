@@ -82,8 +82,8 @@ def _all() -> list[Pass]:
         ElideCopies(),  # after the stores: some copies were made of memory that is gone
         ReinplaceRetention(),  # after whatever changes how a state is computed; its writes stay behind reads of the old
         HoistSlow(),  # after what follows states, which goes by constants; it writes nothing
+        JitChains(),  # after the writes on states, which are no part of a chain; before results are put elsewhere
         WriteParts(),  # after the states have been followed through the cats
-        JitChains(),  # after the writes on states, which are no part of a chain
         BatchCopies(),  # after the passes that add copies
         ClearedProducts(),  # after whatever decides which products there are and how long their results live
         VerifyCapturable(),  # after every rewrite: it judges the graph that will be recorded

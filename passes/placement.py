@@ -99,7 +99,8 @@ def place(
     for result in results:
         if (which := carries.by_class.get(facts.alias_class(result))) is not None:
             reads[which] += _read(windows, carries, which, result, at_end)
-    late = [move for move in moves if move.reads is not None or facts.writes_to(carries.olds[move.into])]
+    together = len(carries.by_class) < len(carries.olds)  # traced on states in one memory: nobody knows whose a read is
+    late = [m for m in moves if together or m.reads is not None or facts.writes_to(carries.olds[m.into])]
     for move in late:
         if move.reads is not None:
             old = carries.geometries[move.reads].old

@@ -172,6 +172,7 @@ class _Rewrite:
         self.geometries = [site.geometry for site in sites]
         self.reread: set[int] = set()
         self._sites = sites
+        self._olds = {site.old: which for which, site in enumerate(sites)}
         self._carry = {facts.alias_class(site.old): which for which, site in enumerate(sites)}
         states = {site.output for site in sites}
         results = output_node(gm.graph).args[0]
@@ -211,10 +212,12 @@ class _Rewrite:
         return moves
 
     def _move(self, into: int, piece: Piece) -> Move:
-        source = piece.source
-        reads = self._carry.get(self.facts.alias_class(source.node)) if isinstance(source, Source) else None
-        direct = reads is not None and isinstance(source, Source) and source.node is self._sites[reads].old
-        return Move(into, piece, reads, direct)
+        if not isinstance(piece.source, Source):
+            return Move(into, piece)
+        node = piece.source.node
+        itself = self._olds.get(node)
+        reads = self._carry.get(self.facts.alias_class(node)) if itself is None else itself
+        return Move(into, piece, reads, itself is not None)
 
     def _cost(self, moves: list[Move]) -> int:
         """Of the writes of a slot, and of what is computed for them alone."""

@@ -88,14 +88,22 @@ class VerifyCapturable:
 
 
 def _writable(graph: fx.Graph, facts: GraphFacts, ctx: PassContext) -> set[fx.Node]:
-    """Alias classes that a replay may write: declared states, inputs at fixed addresses, values made in the graph."""
+    """Alias classes that a replay may write: declared states, inputs at fixed addresses, cleared memory, and values
+    made in the graph."""
     declared = {name for slot in ctx.regions for name in (slot.placeholder, slot.destination)} | ctx.frozen_inputs
+    cleared = {memory.data_ptr() for memory in ctx.cleared}
     outside = {
         facts.alias_class(node)
         for node in graph.nodes
-        if node.op == "get_attr" or (node.op == "placeholder" and node.name not in declared)
+        if (node.op == "get_attr" and _address(graph, node) not in cleared)
+        or (node.op == "placeholder" and node.name not in declared)
     }
     return {facts.alias_class(node) for node in graph.nodes} - outside
+
+
+def _address(graph: fx.Graph, node: fx.Node) -> int | None:
+    value = getattr(graph.owning_module, str(node.target), None)
+    return value.data_ptr() if isinstance(value, torch.Tensor) else None
 
 
 def _is_symbolic(node: fx.Node) -> bool:

@@ -10,6 +10,8 @@ import torch.fx as fx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from cadence_fx.passes import ForwardStores, PassContext, ReinplaceRetention, run_passes
 from cadence_fx.passes.graphs import GraphFacts, may_write
@@ -188,3 +190,19 @@ def test_readers_anywhere(program: list[Step], extents: tuple[int, int], picks: 
     given_ = inputs()
     want = [value.clone() for value in flat_outputs(run(*[value.clone() for value in given_]))]
     assert_same_bytes(run_on_carries(after, ctx, given_), want)
+
+
+def test_states_traced_in_one_memory() -> None:
+    """A read of one could be taken for a read of the other: their writes stay at the end."""
+
+    with FakeTensorMode() as mode, torch.no_grad():
+        both = mode.from_tensor(torch.randn(2, 4, 3))
+
+        def step(x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+            y = x * 2
+            return x + a.sum() + b.sum(), torch.cat([a[1:], y]), torch.cat([b[1:], y])
+
+        gm = make_fx(step, pre_dispatch=True)(mode.from_tensor(torch.randn(1, 3)), both[0], both[1])
+    after = run_passes(gm, context(gm, slot(gm, "a_1", 1, 0), slot(gm, "b_1", 2, 0)), [ReinplaceRetention()])
+    names = [node.target.__name__ for node in after.graph.nodes if node.op == "call_function"]
+    assert "copy_.default" not in names[: max(i for i, name in enumerate(names) if name == "sum.default")]
