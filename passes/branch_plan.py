@@ -13,13 +13,11 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.fx as fx
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from cadence_fx.passes.base import Branches, Step
 from cadence_fx.passes.costs import CROSSING
-from cadence_fx.passes.dependencies import Dependencies
+from cadence_fx.passes.dependencies import Dependencies, storage_of
 from cadence_fx.passes.graphs import output_node, tensors_in
 
 __all__ = ["Work", "plan_branches"]
@@ -67,8 +65,8 @@ class Work:
             value.members.append(node)
             value.last = max([value.last, place[node], *(place[user] for user in node.users)])
             if node in needs.index:
-                given = {_storage(t) for a in node.all_input_nodes for t in tensors_in(a.meta.get("val"))}
-                fresh = {_storage(t): t for t in tensors_in(node.meta.get("val")) if _storage(t) not in given}
+                given = {storage_of(t) for a in node.all_input_nodes for t in tensors_in(a.meta.get("val"))}
+                fresh = {storage_of(t): t for t in tensors_in(node.meta.get("val")) if storage_of(t) not in given}
                 if fresh or not list(tensors_in(node.meta.get("val"))):
                     value.makers.append(needs.index[node])
                     value.bytes += sum(t.untyped_storage().nbytes() for t in fresh.values())
@@ -225,7 +223,3 @@ class _Planner:
             if waiting[0][0] <= cheap or self.held[home] > _FAR_TOO_MUCH * self.limit:
                 waits.append(self._wait(home, waiting[0][0], ready))
         return waits
-
-
-def _storage(tensor: torch.Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())

@@ -21,7 +21,7 @@ from cadence_fx.passes.boxes import Box, box_of, covers, disjoint
 from cadence_fx.passes.effects import draws, is_collective
 from cadence_fx.passes.graphs import KNOWN_NAMESPACES, GraphFacts, OpOverload, may_write, schema, tensors_in
 
-__all__ = ["Dependencies", "foreign"]
+__all__ = ["Dependencies", "foreign", "storage_of"]
 
 # Beyond these, the accesses of one memory are kept in the order of the graph.
 _MOST_BOXES = 4096
@@ -158,7 +158,7 @@ class Dependencies:
             groups[self.facts.alias_class(new)] = self.facts.alias_class(old)
             for node in (old, new):
                 value = node.meta["val"]
-                origins[_storage(value)] = (slot.placeholder, value.storage_offset() * value.element_size())
+                origins[storage_of(value)] = (slot.placeholder, value.storage_offset() * value.element_size())
         return groups, origins
 
     def _add(self, node: fx.Node) -> None:
@@ -194,14 +194,14 @@ class Dependencies:
             return True
         if not isinstance(node.target, OpOverload) or may_write(node):
             return False
-        given = {_storage(t) for argument in node.all_input_nodes for t in tensors_in(argument.meta.get("val"))}
-        made = [_storage(t) for t in tensors_in(node.meta.get("val"))]
+        given = {storage_of(t) for argument in node.all_input_nodes for t in tensors_in(argument.meta.get("val"))}
+        made = [storage_of(t) for t in tensors_in(node.meta.get("val"))]
         return bool(made) and given.issuperset(made)
 
     def _boxes(self, node: fx.Node) -> list[tuple[object, Box | None]]:
         found: list[tuple[object, Box | None]] = []
         for value in tensors_in(node.meta.get("val")):
-            storage = _storage(value)
+            storage = storage_of(value)
             origin, base = self._origins.get(storage, (self._numbers.setdefault(storage, len(self._numbers)), 0))
             found.append((origin, box_of(value, base)))
         return found or [(None, None)]
@@ -216,7 +216,8 @@ class Dependencies:
         return not schema(node).returns and not written
 
 
-def _storage(tensor: torch.Tensor) -> StorageWeakRef:
+def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
+    """A handle of a traced tensor's storage that equals those of its views."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
