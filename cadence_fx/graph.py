@@ -236,6 +236,7 @@ class GraphPlanner:
             return PassContext(
                 tuple(slots),
                 frozenset(tied),
+                written=frozenset(name for name, i in tied.items() if i in written),
                 scratch_inputs=frozenset(placeholders[i].name for i in scratch),
                 unsteady=self._unsteady(args, tied, written, scratch),
                 origins={

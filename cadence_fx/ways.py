@@ -89,9 +89,9 @@ def ways(subject: Subject, passes: Sequence[Pass], edits: Sequence[Edit], name: 
         needed = [pass_ for pass_ in passes if is_needed(pass_)]
         if len(needed) == len(passes):
             raise
-        first = _rewritten(subject, needed, "rewritten in place without optional passes", name, notes)
         log.warning("%s: the passes that can be left out are, since with them: %s", name, error)
         notes.append(f"with the passes that can be left out: {error}")
+        first = _rewritten(subject, needed, "rewritten in place without optional passes", name, notes)
     if first is None:
         return iter([_copied_back(subject, passes, notes)])
     way, changing = first

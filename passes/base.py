@@ -128,6 +128,7 @@ class PassContext:
     regions: tuple[RegionSlot, ...] = ()
     frozen_inputs: frozenset[str] = frozenset()  # placeholders whose pointer never changes: parameters and buffers
     scratch_inputs: frozenset[str] = frozenset()  # placeholders whose contents mean nothing between calls: workspaces
+    written: frozenset[str] | None = None  # of the frozen inputs, those that the code itself writes; None: not known
     notes: list[str] = field(default_factory=list)  # what was done or refused, and why
     premises: list[Premise] = field(default_factory=list)  # what must hold before each launch
     host: HostPart | None = None  # what runs on the host before each launch

@@ -90,7 +90,8 @@ class VerifyCapturable:
 def _writable(graph: fx.Graph, facts: GraphFacts, ctx: PassContext) -> set[fx.Node]:
     """Alias classes that a replay may write: declared states, inputs at fixed addresses, cleared memory, and values
     made in the graph."""
-    declared = {name for slot in ctx.regions for name in (slot.placeholder, slot.destination)} | ctx.frozen_inputs
+    declared = {name for slot in ctx.regions for name in (slot.placeholder, slot.destination)}
+    declared |= ctx.frozen_inputs if ctx.written is None else ctx.frozen_inputs & ctx.written
     cleared = {memory.data_ptr() for memory in ctx.cleared}
     outside = {
         facts.alias_class(node)

@@ -98,6 +98,36 @@ def test_where_two_passes_are_wrong_neither_is_used(monkeypatch: pytest.MonkeyPa
     assert notes(pair).count("admitted: rewritten in place without rounded, again") == 4
 
 
+class Writing:
+    """Writes an argument of the caller, which no recording may."""
+
+    name = "writing"
+
+    def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+        x = gm.graph.find_nodes(op="placeholder")[-1]
+        last = gm.graph.output_node()
+        with gm.graph.inserting_before(last):
+            gm.graph.call_function(torch.ops.aten.zero_.default, (x,)).meta["val"] = x.meta["val"]
+        return PassResult(gm, True)
+
+
+def test_a_pass_that_makes_a_class_impossible_to_record_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "_registered", [Writing()])
+    pair = Pair(BY_NAME["AppendLast"])
+    for _ in range(8):
+        pair.call()
+    assert pair.missed() == Counter()
+    assert notes(pair).count("admitted: rewritten in place without optional passes") == 4
+    assert any(note.startswith("with the passes that can be left out: ") for note in notes(pair))
+
+
+def test_an_admitted_class_keeps_its_graph_and_no_other() -> None:
+    pair = Pair(BY_NAME["AppendLast"])
+    for _, table in program_of(pair.step, "test").graphs:
+        for entry in table.classes.values():
+            assert [way.name for way in entry.plan.ways] == ["rewritten in place"]
+
+
 def test_passes_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "_registered", [Harmless(), Rounded()])
     for choice, admitted in (

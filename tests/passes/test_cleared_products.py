@@ -9,7 +9,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cadence_fx.passes import ClearedProducts, PassContext, cleared_products, run_passes
+from cadence_fx.errors import NotCapturable
+from cadence_fx.passes import ClearedProducts, PassContext, VerifyCapturable, cleared_products, run_passes
 from tests.passes.toolbox import listing, trace
 
 X, W, B = torch.randn(2, 3, 8), torch.randn(8, 8), torch.randn(8)
@@ -127,6 +128,15 @@ def test_a_wide_product_a_product_without_bias_and_one_on_the_host() -> None:
     ctx = PassContext()
     run_passes(trace(chain(5), X, W, B), ctx, [ClearedProducts()])
     assert not ctx.notes
+
+
+def test_cleared_memory_is_what_a_recording_may_write() -> None:
+    ctx = PassContext()
+    run_passes(trace(chain(4), X, W, B), ctx, [ClearedProducts(lambda tensor: True), VerifyCapturable()])
+    assert ctx.notes
+    ctx.cleared.clear()
+    with pytest.raises(NotCapturable, match="undeclared_write"):
+        run_passes(rewritten(chain(4), X, W, B)[0], ctx, [VerifyCapturable()])
 
 
 def test_classes_share_the_memory() -> None:
