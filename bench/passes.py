@@ -9,7 +9,7 @@ the passes added one by one in the order in which they run; all default ones (`S
 every default pass left out in turn (`--without`); graphs at the step clock (`R`), which is what a wrapper around the
 estimator gives; and `torch.compile(mode="reduce-overhead")` on the estimator.
 
-After the timing each variant is run once under the profiler: what a call executes, by kernel.
+After the first turn each variant is run once under the profiler: what a call executes, by kernel.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def main() -> int:
             "chunks_a_turn": options.chunks,
             "turns": options.turns,
             "timed": "the solver alone, synchronised clock, one process a variant, interleaved turns",
-            "kernels": "one call with a full window under the profiler, after the timing",
+            "kernels": "one call with a full window under the profiler, after the first turn",
         },
     }
     words = (report["device"], "small" if options.small else "")
@@ -100,9 +100,9 @@ def main() -> int:
     with machine(alone=True):
         for turn in range(1, options.turns + 1):
             session.turn(turn)
+            if turn == 1:
+                session.explain()
             write(session)  # whatever stops a long run leaves the turns before it
-        session.kernels()
-        write(session)
     session.close()
     print(table(report["variants"]))
     for name, row in report["variants"].items():

@@ -142,6 +142,10 @@ class Worker:
         busy = sum(row["ms"] for row in table)  # type: ignore[misc]
         return {"kernels": len(events), "span_ms": round(span / 1e3, 3), "busy_ms": round(busy, 3), "table": table[:24]}
 
+    def notes(self) -> list[str]:
+        """What the passes did to the class of a full window, in their own words."""
+        return self.subject.notes()
+
     def counters(self) -> dict[str, Any]:
         return {**self._peaks(), "misses": self.subject.misses()}
 
@@ -205,11 +209,12 @@ class Session:
         for name, answer in self._each("counters", together=True).items():
             self.results[name].update(answer)
 
-    def kernels(self) -> None:
-        """Attribution by kernel into the results, where a variant has one."""
-        for name, answer in self._each("kernels").items():
-            if answer:
-                self.results[name]["kernels"] = answer
+    def explain(self) -> None:
+        """Into the results: what the passes did, and attribution by kernel, where a variant has them."""
+        for what in ("notes", "kernels"):
+            for name, answer in self._each(what).items():
+                if answer:
+                    self.results[name][what] = answer
 
     def finish(self) -> float:
         """Host times into the results; returns the vocoder's milliseconds."""
@@ -239,7 +244,7 @@ def _row(result: dict[str, Any]) -> dict[str, Any]:
         **spread,
         "repeats": len(times),
         **{name: round(result[name], 1) for name in ("peak_mib", "reserved_mib", "warmup_peak_mib", "warmup_s")},
-        **{name: result[name] for name in ("bytes_equal", "misses", "host_us", "kernels") if name in result},
+        **{name: result[name] for name in ("bytes_equal", "misses", "host_us", "notes", "kernels") if name in result},
     }
 
 

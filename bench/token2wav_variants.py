@@ -108,6 +108,10 @@ class Subject:
         solver = (cache[name][:steps] for name in ("estimator_cnn_cache", "estimator_att_cache"))
         return digest(cache["conformer_cnn_cache"], tokens, packed[blocks:], *solver)
 
+    def notes(self) -> list[str]:
+        """What the passes did to the solver's class of a full window."""
+        return []
+
     def misses(self) -> dict[str, int]:
         """Calls since the seal that did not replay, by reason, and captures that came too late."""
         found = Counter(self.stream.eager_calls if self.stream is not None and self.replays else {})
@@ -295,6 +299,11 @@ class Cadence(Subject):
         self.reset = self.stream.reset  # type: ignore[method-assign]  # from the host too, and into the carries
         self.stream.flow = self._program(self.stream.flow)
         self.stream.conformer[False] = self._program(self.stream.conformer[False])
+
+    def notes(self) -> list[str]:
+        assert self.stream is not None
+        rows: list[dict[str, Any]] = cadence_fx.report(_compiled(self.stream.flow))["class_table"]
+        return list(rows[-1]["notes"]) if rows else []
 
     def _program(self, step: Callable[..., Any]) -> Replay:
         program = program_of(step, "bench")

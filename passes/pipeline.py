@@ -67,7 +67,7 @@ def register_pass(pass_: Pass) -> Pass:
 
 # Without these a class is not in the form that is recorded; the others can be left out, one by one.
 _NEEDED = {kind.name for kind in (HoistHostReads, FoldHostConstants, SplitHost, ReinplaceRetention, VerifyCapturable)}
-_OPTIONAL = {JitChains.name}  # left out unless they are asked for
+_OPTIONAL = {JitChains.name, WriteParts.name}  # left out unless they are asked for
 
 
 def _all() -> list[Pass]:

@@ -91,9 +91,9 @@ class Play:
         self.twin = self.cache.clone()
 
     def both(self, change: Callable[[Any], object]) -> None:
-        state = torch.random.get_rng_state()
+        seed = int(torch.randint(2**31, ()))
         for module in (self.module, self.eager):
-            torch.random.set_rng_state(state)
+            torch.manual_seed(seed)  # the generator of a device, too
             change(module)
 
     def call(self, times: int = 1) -> None:

@@ -71,10 +71,10 @@ def test_conversions_and_counters_leave_the_graph_and_weights_may_be_written() -
     module = Block().to(DEVICE)
     step = compiled(module)
     found = notes(step)
-    assert "admitted: rewritten in place" in found
-    assert any(note.startswith("keep_conversions: 2 of 2") for note in found)
-    assert any(note.startswith("clear_once: ") for note in found)
-    assert any(note.startswith("drop_scalings: 5 kernels") for note in found)
+    assert "admitted: rewritten in place" in found, found
+    assert any(note.startswith("keep_conversions: 2 of 2") for note in found), found
+    assert any(note.startswith("clear_once: ") for note in found), found
+    assert any(note.startswith("drop_scalings: 5 kernels") for note in found), found
     check(step, module)
     for parameter in module.parameters():
         parameter.mul_(1.5)

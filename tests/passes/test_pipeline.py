@@ -90,7 +90,6 @@ def test_default_order() -> None:
         "elide_copies",
         "reinplace_retention",
         "hoist_slow",
-        "write_parts",
         "batch_copies",
         "cleared_products",
         "verify_capturable",
