@@ -194,7 +194,7 @@ class DevicePool:
                 if edits and context is not None:
                     _edit(graph, edits, context)
                 kept = context.kept if context is not None else ()
-                added = self.reserved_bytes() - before + sum(memory.nbytes for memory in kept)
+                added = self.reserved_bytes() - before + (context.added if context is not None else 0)
                 recording = CudaRecording(graph, outputs, added, self, kept)
             except BaseException:
                 self._repair(graph, states)

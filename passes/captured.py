@@ -68,7 +68,8 @@ class EditContext:
     ``cleared``: memory in which every product finds zeros where it is about to put its result.
 
     An edit appends to ``notes`` what it did or why it did nothing, to ``kept`` the memory that the recording now reads,
-    and to ``refreshes`` what has to run again when one of some constants has been written.
+    to ``added`` the bytes of it that no other recording has, and to ``refreshes`` what has to run again when one of
+    some constants has been written.
     """
 
     constants: Sequence[torch.Tensor]
@@ -76,6 +77,7 @@ class EditContext:
     cleared: Sequence[torch.Tensor] = ()
     notes: list[str] = field(default_factory=list)
     kept: list[torch.Tensor] = field(default_factory=list)
+    added: int = 0
     refreshes: list[tuple[Sequence[torch.Tensor], Callable[[], None]]] = field(default_factory=list)
 
 

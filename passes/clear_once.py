@@ -55,6 +55,7 @@ class ClearOnce:
             graph.remove(node)
         graph.clear_first(memory)
         ctx.kept.append(memory)
+        ctx.added += memory.nbytes
         ctx.notes.append(f"{self.name}: {len(found)} memsets are one, of {memory.numel()} bytes")
         return True
 

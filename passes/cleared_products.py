@@ -36,7 +36,7 @@ import torch
 import torch.fx as fx
 
 from cadence_fx.passes.base import PassContext, PassResult
-from cadence_fx.passes.graphs import GraphFacts, add_tensor, emit, output_node, tensor_val
+from cadence_fx.passes.graphs import GraphFacts, add_tensor, emit, output_node, tensor_val, trace_again
 
 __all__ = ["ClearedProducts"]
 
@@ -86,6 +86,7 @@ class ClearedProducts:
                 buffers.append(add_tensor(gm, "_cleared_", memory, like.new_empty(_SLOTS * slot)))
                 ctx.cleared.append(memory)
                 emit(graph, aten.zero_.default, buffers[-1], like=products[0].node)
+        views = self._views(products)
         groups = [products[at : at + _SLOTS] for at in range(0, len(products), _SLOTS)]
         for number in range(2, len(groups)):
             with graph.inserting_after(order[max(product.last_use for product in groups[number - 2])]):
@@ -93,11 +94,23 @@ class ClearedProducts:
         for number, group in enumerate(groups):
             for index, product in enumerate(group):
                 _replace(graph, product.node, buffers[number % 2], index * slot)
+                for view in views.get(product.node, ()):
+                    trace_again(view)
         ctx.notes.append(f"{self.name}: {len(products)} products in {len(groups)} groups of cleared memory")
         return PassResult(gm, True)
 
+    def _views(self, products: list[_Product]) -> dict[fx.Node, list[fx.Node]]:
+        """What shares the memory of each product, in order."""
+        of = {self._facts.alias_class(product.node): product.node for product in products}
+        found: dict[fx.Node, list[fx.Node]] = {}
+        for node in self._facts.order:
+            product = of.get(self._facts.alias_class(node))
+            if product is not None and product is not node:
+                found.setdefault(product, []).append(node)
+        return found
+
     def _find(self, graph: fx.Graph) -> list[_Product]:
-        facts = GraphFacts(graph)
+        facts = self._facts = GraphFacts(graph)
         last: dict[fx.Node, int] = {}
         for node, position in facts.order.items():
             for used in node.all_input_nodes:

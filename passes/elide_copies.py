@@ -19,13 +19,11 @@ without it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.fx as fx
 
 from cadence_fx.passes.base import PassContext, PassResult
-from cadence_fx.passes.graphs import GraphFacts, bound_args, output_node, tensor_val
+from cadence_fx.passes.graphs import GraphFacts, bound_args, output_node, tensor_val, trace_again
 from cadence_fx.passes.movement import IDENTITIES
 
 __all__ = ["ElideCopies"]
@@ -58,7 +56,7 @@ class ElideCopies:
                 node.replace_all_uses_with(source)
                 for view in members[facts.alias_class(node)]:
                     if facts.order[view] > facts.order[node]:
-                        _trace_again(view)
+                        trace_again(view)
                 graph.erase_node(node)
                 copies += 1
         if not copies and not cats:
@@ -93,13 +91,6 @@ def _same_geometry(left: torch.Tensor, right: torch.Tensor) -> bool:
         return False
     apart = (left.storage_offset() - right.storage_offset()) * left.element_size()
     return left.stride() == right.stride() and apart % _ALIGNMENT == 0
-
-
-def _trace_again(node: fx.Node) -> None:
-    """The traced value of a view follows what it is a view of now: later passes tell aliases by it."""
-    target: Any = node.target
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
-    node.meta["val"] = target(*args, **kwargs)
 
 
 def _flatten(facts: GraphFacts, cat: fx.Node) -> int:

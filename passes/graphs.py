@@ -32,6 +32,7 @@ __all__ = [
     "schema",
     "tensor_val",
     "tensors_in",
+    "trace_again",
 ]
 
 aten = torch.ops.aten
@@ -184,6 +185,13 @@ def emit(graph: fx.Graph, target: Any, *args: Any, like: fx.Node) -> fx.Node:
         if key in like.meta:
             node.meta[key] = like.meta[key]
     return node
+
+
+def trace_again(node: fx.Node) -> None:
+    """The traced value of a view follows what it is a view of now: later passes tell aliases by it."""
+    target: Any = node.target
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
+    node.meta["val"] = target(*args, **kwargs)
 
 
 class GraphFacts:

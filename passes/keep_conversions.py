@@ -25,8 +25,10 @@ destination.
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -41,6 +43,10 @@ _SOURCE, _DESTINATION = (1, 0), (2, 0)
 _NEAR = 4  # the reader is among the next nodes of the same library call
 _GUARD = 4096  # bytes behind a kept tensor that the kernel has to leave alone
 _PATTERN = 0x5A
+
+
+# Converted weights, which all classes share.
+_memory: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +105,25 @@ class KeepConversions:
             ctx.notes.append(f"{self.name}: a weight made in inference mode is left alone, nobody counts its writes")
             return None
         size = found.weight.nbytes
-        memory = torch.full((size + _GUARD,), _PATTERN, dtype=torch.uint8, device=ctx.device)
+        key = (
+            ctx.device,
+            found.weight.data_ptr(),
+            found.node.name,
+            found.node.launch,
+            found.node.params[: _DESTINATION[0]],
+        )
+        known = _memory.get(key)  # as long as it lives, so does the weight: whoever keeps it watches the weight
+        memory = known
+        if memory is None:
+            memory = torch.full((size + _GUARD,), _PATTERN, dtype=torch.uint8, device=ctx.device)
         convert: Callable[[], None] = graph.alone([found.node], [{_DESTINATION: memory.data_ptr()}])
         convert()
         if not bool((memory[size:] == _PATTERN).all()):
             ctx.notes.append(f"{self.name}: {found.node.name} writes more than its source has; left alone")
             return None
+        if known is None:
+            _memory[key] = memory
+            ctx.added += memory.nbytes
         ctx.kept.append(memory)
         ctx.refreshes.append(([found.weight], convert))
         return memory

@@ -43,7 +43,7 @@ __all__ = ["ParallelBranches", "assign", "branch_work"]
 MAIN, DRAIN, AHEAD, ARMS = 0, 1, 2, (3, 4)
 _SLACK = 40.0  # us between a call and its use, besides its own time, for it to be off the critical path
 _FAR = 100.0  # us between fork and join, beyond what the arm takes four times, for which it would keep a branch idle
-_LEAST_GAIN = 2.0  # us by which a chain has to shorten the way to its join
+_LEAST_GAIN = 5.0  # us by which a chain has to shorten the way to its join; kernels beside others are slower, too
 # us that a kind has to save for the whole graph. What computes needs a workspace of its libraries on each stream.
 _LEAST_SAVED = {"drain": 2.0, "ahead": 20.0, "arms": 10.0}
 
@@ -152,7 +152,8 @@ def _drain(work: Work, branch: list[int], slack: list[float]) -> None:
         needed = max((begins[user] for user in staying), default=0.0)
         latest = max(deadline, needed + CROSSING) + durations[call]
         price = 0.0 if first is None or first in joined else CROSSING
-        pays = durations[call] > price or not staying
+        # A fork holds its branch up as well: measured, a small copy on another branch costs as much as it saves.
+        pays = durations[call] > price + 2 * CROSSING or any(branch[user] == DRAIN for user in needs.after[call])
         if branch[call] == MAIN and free and pays and remaining - latest > _SLACK:
             branch[call] = DRAIN
             deadline = latest

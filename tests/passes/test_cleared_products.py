@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cadence_fx.errors import NotCapturable
 from cadence_fx.passes import ClearedProducts, PassContext, VerifyCapturable, cleared_products, run_passes
+from cadence_fx.passes.graphs import GraphFacts
 from tests.passes.toolbox import listing, trace
 
 X, W, B = torch.randn(2, 3, 8), torch.randn(8, 8), torch.randn(8)
@@ -137,6 +138,21 @@ def test_cleared_memory_is_what_a_recording_may_write() -> None:
     ctx.cleared.clear()
     with pytest.raises(NotCapturable, match="undeclared_write"):
         run_passes(rewritten(chain(4), X, W, B)[0], ctx, [VerifyCapturable()])
+
+
+def test_views_of_results_are_known_to_be_views_of_the_cleared_memory() -> None:
+    def heads(x: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+        for _ in range(4):
+            x = torch.nn.functional.linear(x, w, b).reshape(2, 3, 2, 4).transpose(1, 2).reshape(2, 3, 8) * 2
+        return [x]
+
+    gm, _ = rewritten(heads, X, W, B)
+    facts = GraphFacts(gm.graph)
+    (buffer,) = gm.graph.find_nodes(op="get_attr")
+    for product in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.addmm.out):
+        (flat,) = [user for user in product.users if user.target is torch.ops.aten.view.default]
+        (split,) = flat.users
+        assert facts.aliases(split, buffer)
 
 
 def test_classes_share_the_memory() -> None:

@@ -59,6 +59,16 @@ def test_the_weight_is_converted_once_and_the_bytes_stay() -> None:
     assert toy.ctx.notes == ["keep_conversions: 2 of 2 conversions of constants run once, 0.0 MiB"]
 
 
+def test_classes_share_what_is_converted_and_each_knows_when_to_do_it_again() -> None:
+    one = Convolutions()
+    one.edited()
+    other = EditContext([one.weight], torch.device("cpu"))
+    again = ToyGraph(one.graph.nodes, {CONVERT: convert, "gemm": product})
+    assert KeepConversions()(again, other)
+    assert other.kept[0] is one.ctx.kept[0] and len(other.refreshes) == 1
+    assert one.ctx.added == one.ctx.kept[0].nbytes and other.added == 0
+
+
 def test_a_weight_that_is_written_is_converted_again() -> None:
     toy, other = Convolutions(), Convolutions()
     toy.edited()
