@@ -315,9 +315,10 @@ def test_the_solver_writes_its_states_without_workspaces(monkeypatch: pytest.Mon
             graphs.append((run_passes(gm, PassContext(), []), after, ctx))
         return after
 
-    stream = Token2WavStream(vendor.build_token2wav(TINY), backend=cadence_fx.cadence)
+    chosen = ["forward_stores", "elide_copies"]
+    stream = Token2WavStream(vendor.build_token2wav(TINY), backend=cadence_fx.cadence, passes=chosen)
     stream.prime()
-    monkeypatch.setattr("cadence_fx.graph.run_passes", run_and_keep)
+    monkeypatch.setattr("cadence_fx.ways.run_passes", run_and_keep)
     stream.warm_up(lambda step, *given: cadence_fx.warm_up(step, *given) if step is stream.flow else None)
     assert len(graphs) == 3
     cells = TINY.steps * TINY.depth

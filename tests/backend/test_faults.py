@@ -47,7 +47,7 @@ class Recorder:
     def __init__(self, stage: str, error: Exception) -> None:
         self.stage, self.error, self.made = stage, error, list[HostRecording]()
 
-    def __call__(self, run: Callable[[], Any], device: torch.device, generators: Any = ()) -> HostRecording:
+    def __call__(self, run: Callable[[], Any], *rest: Any) -> HostRecording:
         if self.stage == "warm":
             run()
             raise self.error
