@@ -131,7 +131,7 @@ class Worker:
             subject(tokens)
         self._timed.wrapped = contextlib.nullcontext
         found: dict[str, list[float]] = {}
-        events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        events = [e for e in profile.events() if e.device_type.name == "CUDA"]
         for event in events:
             found.setdefault(short_name(event.name), []).append(event.time_range.elapsed_us())
         table = [

@@ -259,7 +259,8 @@ def run(package: str, options: argparse.Namespace, sizes: vendor.Sizes) -> tuple
     matched = {}
     for eager in (variant for variant in variants if variant.side == "eager"):
         ours = Variant(eager.package, eager.protocol, "cadence")
-        found = compared(*played[eager], *played[ours], "not_reproducible" not in counted[ours]["misses"])
+        (first, second), (mine,) = played[eager], played[ours]
+        found = compared(first, second, mine, "not_reproducible" not in counted[ours]["misses"])
         matched[f"{eager.package} {eager.protocol}"] = found
         answers = {v.side: {"times": timed[v], **counted[v], **warmed[v]} for v in (eager, ours)}
         rows.update(rows_of(eager.package, eager.protocol, answers, found))
