@@ -43,6 +43,9 @@ __all__ = ["ParallelBranches", "assign", "branch_work"]
 MAIN, DRAIN, AHEAD, ARMS = 0, 1, 2, (3, 4)
 _SLACK = 40.0  # us between a call and its use, besides its own time, for it to be off the critical path
 _FAR = 100.0  # us between fork and join, beyond what the arm takes four times, for which it would keep a branch idle
+# us that a call takes for it to run late or early beside others. Measured: copies of a megabyte beside an attention on
+# few multiprocessors made that twice as slow, and saved a few us each.
+_LEAST_APART = 20.0
 _LEAST_GAIN = 5.0  # us by which a chain has to shorten the way to its join; kernels beside others are slower, too
 # us that a kind has to save for the whole graph. What computes needs a workspace of its libraries on each stream.
 _LEAST_SAVED = {"drain": 2.0, "ahead": 20.0, "arms": 10.0}
@@ -152,8 +155,7 @@ def _drain(work: Work, branch: list[int], slack: list[float]) -> None:
         needed = max((begins[user] for user in staying), default=0.0)
         latest = max(deadline, needed + CROSSING) + durations[call]
         price = 0.0 if first is None or first in joined else CROSSING
-        # A fork holds its branch up as well: measured, a small copy on another branch costs as much as it saves.
-        pays = durations[call] > price + 2 * CROSSING or any(branch[user] == DRAIN for user in needs.after[call])
+        pays = durations[call] > price + _LEAST_APART or any(branch[user] == DRAIN for user in needs.after[call])
         if branch[call] == MAIN and free and pays and remaining - latest > _SLACK:
             branch[call] = DRAIN
             deadline = latest
@@ -187,7 +189,7 @@ def _ahead(work: Work, branch: list[int], slack: list[float]) -> None:
             elapsed += durations[call]
             done[call] = elapsed
     for call in reversed(range(len(branch))):  # what only main calls use must be worth waiting for
-        small = durations[call] < 2 * CROSSING + _LEAST_GAIN
+        small = durations[call] < 2 * CROSSING + _LEAST_APART
         if branch[call] == AHEAD and small and all(branch[user] != AHEAD for user in needs.after[call]):
             branch[call] = MAIN
 

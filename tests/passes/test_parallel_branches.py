@@ -63,7 +63,7 @@ def needed(needs: Dependencies, name: str) -> set[str]:
 
 
 def large_copies(node: fx.Node) -> float:
-    return 12.0 if node.target is torch.ops.aten.copy_.default else duration(node)
+    return 24.0 if node.target is torch.ops.aten.copy_.default else duration(node)
 
 
 def test_small_copies_stay() -> None:
