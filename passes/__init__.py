@@ -23,6 +23,7 @@ from cadence_fx.passes.hoist_host_reads import HoistHostReads
 from cadence_fx.passes.hoist_slow import HoistSlow
 from cadence_fx.passes.jit_chains import JitChains
 from cadence_fx.passes.keep_conversions import KeepConversions
+from cadence_fx.passes.late_writes import LateWrites
 from cadence_fx.passes.merge_common import MergeCommon
 from cadence_fx.passes.parallel_branches import ParallelBranches
 from cadence_fx.passes.pipeline import (
@@ -69,6 +70,7 @@ __all__ = [
     "HostPart",
     "KeepConversions",
     "JitChains",
+    "LateWrites",
     "MergeCommon",
     "ParallelBranches",
     "Pass",

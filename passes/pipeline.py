@@ -27,6 +27,7 @@ from cadence_fx.passes.hoist_host_reads import HoistHostReads
 from cadence_fx.passes.hoist_slow import HoistSlow
 from cadence_fx.passes.jit_chains import JitChains
 from cadence_fx.passes.keep_conversions import KeepConversions
+from cadence_fx.passes.late_writes import LateWrites
 from cadence_fx.passes.merge_common import MergeCommon
 from cadence_fx.passes.parallel_branches import ParallelBranches
 from cadence_fx.passes.reinplace_retention import ReinplaceRetention
@@ -86,6 +87,7 @@ def _all() -> list[Pass]:
         WriteParts(),  # after the states have been followed through the cats
         BatchCopies(),  # after the passes that add copies
         ClearedProducts(),  # after whatever decides which products there are and how long their results live
+        LateWrites(),  # after the states are written, and before branches are planned
         VerifyCapturable(),  # after every rewrite: it judges the graph that will be recorded
         ParallelBranches(),  # last: it plans the run of that graph, and changes no operator
     ]

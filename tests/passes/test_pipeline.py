@@ -92,6 +92,7 @@ def test_default_order() -> None:
         "hoist_slow",
         "batch_copies",
         "cleared_products",
+        "late_writes",
         "verify_capturable",
         "parallel_branches",
     ]
