@@ -127,11 +127,11 @@ def _read_results(output: OutputGraph, breaks: bool, site: CompileSite) -> None:
             if len(nodes) == 1 and owner.source is not None:
                 source = owner.source.name
                 site.assigned[f"{source() if callable(source) else source}.{name}"] = nodes[0].name
-    site.returned_inputs = {node.name for node in leaving if node.op == "placeholder"}
     shown = {id(value) for value in frame.stack}
     for value in effects.id_to_variable.values():
         if _contents(value) is not None and effects.is_modified(value) and id(value) not in shown:
             leaving += [node for _, node in _tensor_nodes(value, ()) if node not in leaving]
+    site.returned_inputs = {node.name for node in leaving if node.op == "placeholder"}
     site.times = Counter(node.name for node in leaving)
 
 

@@ -222,7 +222,7 @@ class GraphPlanner:
         placeholders = aten.graph.find_nodes(op="placeholder")
         written = {i for i, node in enumerate(placeholders) if facts.writes_to(node)}
         self._in_place = {instance.index for instance in binding.instances if instance.index in written}
-        self.pairing.complete(aten, args, point, written)
+        self.pairing.complete(aten, facts, args, point, written)
         uses, slots = self._regions(args, point, placeholders)
         scratch = set(self._scratch)
         fixed = binding.indices("fixed")

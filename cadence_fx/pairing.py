@@ -16,7 +16,7 @@ from cadence_fx._torch import CompileSite
 from cadence_fx.binding import Binding, Instance
 from cadence_fx.catalog import CatalogEntry
 from cadence_fx.errors import RetentionMismatch
-from cadence_fx.passes.graphs import location, output_node
+from cadence_fx.passes.graphs import GraphFacts, location, output_node
 from cadence_fx.paths import origin
 
 Key = tuple[str, Any]
@@ -56,8 +56,11 @@ class Pairing:
                     node = (site.returns or {}).get(())
             if node in numbers:
                 self.outputs[instance.key] = numbers[node]
+        self._shown = set(self.outputs)
 
-    def complete(self, aten: fx.GraphModule, args: Sequence[Any], point: CatalogEntry, written: set[int]) -> None:
+    def complete(
+        self, aten: fx.GraphModule, facts: GraphFacts, args: Sequence[Any], point: CatalogEntry, written: set[int]
+    ) -> None:
         """Pair what is not paired yet, and check the extents of all of them in this class.
 
         Args:
@@ -67,8 +70,13 @@ class Pairing:
             RetentionMismatch: a new state has another extent than the contract says.
         """
         outputs: Any = output_node(aten.graph).args[0]
+        placeholders = aten.graph.find_nodes(op="placeholder")
         for instance in self.binding.instances:
             known = self.outputs.get(instance.key)
+            # An operator that writes in place returns what it wrote. Nobody has put that anywhere.
+            only_written = instance.key not in self._shown and instance.index in written
+            if known is not None and only_written and facts.aliases(placeholders[instance.index], outputs[known]):
+                known = self.outputs[instance.key] = None
             if known is not None:
                 expected = _next_shape(instance, point, args)
                 found = list(outputs[known].meta["val"].shape)

@@ -7,6 +7,8 @@ over other strides.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -32,10 +34,35 @@ def reads_layout(gm: fx.GraphModule, states: Sequence[fx.Node]) -> set[fx.Node]:
         if node.op != "call_function" or not read:
             continue
         fresh = facts.alias_class(node) not in by_class and not may_write(node)
-        strided = fresh and not all(val.is_contiguous() for val in _tensors(node.meta.get("val")))
+        strided = fresh and not (
+            _is_contiguous(node.meta.get("val")) and _is_contiguous(_on_strides(node, read, facts))
+        )
         if strided or not is_movement(node, constants):
             found |= read
     return found
+
+
+def _is_contiguous(val: object) -> bool:
+    return all(tensor.is_contiguous() for tensor in _tensors(val))
+
+
+def _on_strides(node: fx.Node, states: set[fx.Node], facts: GraphFacts) -> object:
+    """What ``node`` makes of states with other strides: some operators pass those of their argument on."""
+    classes = {facts.alias_class(state) for state in states}
+
+    def turned(arg: fx.Node) -> Any:
+        val = arg.meta.get("val")
+        if facts.alias_class(arg) not in classes or not isinstance(val, torch.Tensor):
+            return val
+        strides = [prod(val.shape[:axis]) for axis in range(val.dim())]
+        return val.new_empty_strided(val.shape, strides)
+
+    target: Any = node.target
+    args, kwargs = fx.map_arg((node.args, node.kwargs), turned)
+    try:
+        return target(*args, **kwargs)
+    except RuntimeError:  # such as a view of what cannot be viewed
+        return torch.empty(2, 2, device="meta").t()
 
 
 def _tensors(val: object) -> list[torch.Tensor]:

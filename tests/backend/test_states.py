@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import cadence_fx
+from cadence_fx.clock import Clock
+from cadence_fx.contract import Contract, Region
 from cadence_fx.errors import ContractError
-from cadence_fx.retention import KeepLast
+from cadence_fx.retention import KeepLast, Pinned
 from tests.harness import Pair, assert_same, compile_with, counts
 from tests.streams import BY_NAME, Stream, frames, kept, noise, on_argument, on_module, own
 from tests.toys import B, C, Toy
@@ -238,3 +241,104 @@ def test_a_bound_method() -> None:
         assert_same(module.hist, eager.hist, f"state {i}")
     after = counts(step)
     assert after["misses"] == before["misses"] and after["replays"] == before["replays"] + 10
+
+
+def compare(module: Any, contract: Contract, calls: int = 5) -> None:
+    """The module and an eager copy of it, fed the same: outputs and buffers, and every call a replay."""
+    eager = copy.deepcopy(module)
+    step = compile_with(module, contract)
+    cadence_fx.warm_up(step, torch.randn(2, 2, C))
+    before = Counter(counts(step)["misses"])
+    for call in range(calls):
+        x = torch.randn(2, 2, C)
+        for i, (a, e) in enumerate(zip(step(x), eager(x), strict=True)):
+            assert_same(a, e, f"call {call}, output {i}")
+        for name, value in eager.named_buffers():
+            assert_same(module.get_buffer(name), value, f"call {call}, {name}")
+    assert Counter(counts(step)["misses"]) == before
+
+
+class ReturnsWhatItWrites(torch.nn.Module):
+    """An operator that writes in place returns what it wrote, which is the buffer itself."""
+
+    state: Tensor
+
+    def __init__(self, how: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("state", torch.zeros(2, 6, C))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x + 1, self.how(self.state, torch.cat([self.state[:, 2:], x], 1))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda state, new: state.copy_(new),
+        lambda state, new: state.copy_(new).contiguous(),
+        lambda state, new: torch.nn.functional.dropout(state.copy_(new), 0.5, False),
+        lambda state, new: torch.add(new, 0.5, out=state),
+        lambda state, new: state.mul_(0.5).add_(new),
+    ],
+    ids=["copy_", "contiguous", "dropout", "out", "arithmetic"],
+)
+def test_a_buffer_that_is_written_and_returned(how: Callable[[Tensor, Tensor], Tensor]) -> None:
+    region = Region("state", attribute="state", axis=1, clock="frames", start=6, retention=KeepLast(6))
+    compare(ReturnsWhatItWrites(how), Contract((Clock("frames", 2),), (region,)))
+
+
+class DelayLine(torch.nn.Module):
+    """One buffer becomes the other, which is replaced."""
+
+    first: Tensor
+    second: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("first", torch.zeros(2, 6, C))
+        self.register_buffer("second", torch.ones(2, 6, C))
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        y = x + self.first.mean(1, keepdim=True)
+        new = torch.cat([self.second[:, 2:], x], 1)
+        self.first = self.second
+        self.second = new
+        return (y,)
+
+
+def test_a_delay_line_of_two_buffers() -> None:
+    regions = (
+        Region(name, attribute=name, axis=1, clock="frames", retention=Pinned(6)) for name in ("first", "second")
+    )
+    compare(DelayLine(), Contract((Clock("frames", 2),), tuple(regions)))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda state: state.clone().sum(1),
+        lambda state: state.flip(1).sum(1),
+        lambda state: state[:, :, :].clone().sum(1),
+        lambda state: torch.empty_like(state).copy_(state).sum(1),
+        lambda state: state.to(torch.float32, copy=True).sum(1),
+        lambda state: state.roll(1, 1).sum(1),
+    ],
+    ids=["clone", "flip", "slice", "like", "to", "roll"],
+)
+def test_operators_that_pass_the_strides_of_a_state_on(read: Callable[[Tensor], Tensor]) -> None:
+    """Eager's state is transposed, and a sum over it goes another way than over the contiguous carry."""
+
+    def step(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        following = torch.cat([x, state[:, 2:]], 1)
+        return read(state), following.transpose(1, 2).contiguous().transpose(1, 2) + 1
+
+    region = Region("state", argument="state", result=1, axis=1, clock="frames", retention=Pinned(6))
+    compiled = compile_with(step, Contract((Clock("frames", 2),), (region,)))
+    cadence_fx.warm_up(compiled, torch.randn(2, 2, C), torch.randn(2, 6, C))
+    mine = theirs = torch.randn(2, 6, C)
+    for call in range(5):
+        x = torch.randn(2, 2, C)
+        (y, theirs), (z, mine) = step(x, theirs), compiled(x, mine)
+        assert_same(z, y, f"call {call}")
+        assert_same(mine, theirs, f"call {call}, state")
