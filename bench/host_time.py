@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import cadence_fx
-from bench.remote import environment, machine, verdict
+from bench.remote import environment, machine, result_path, verdict
 from cadence_fx.bytesops import bytes_equal
 from cadence_fx.lookup import program_of
 
@@ -155,8 +155,7 @@ def main() -> None:
         )  # fmt: skip
         figures = "".join(f"{row[key]:>11.1f}" for key in keys)
         print(f"{name:<14}{figures}{verdict(row)}")
-    path = options.out / f"host_time_{'_'.join(str(report['device']).lower().split())}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = result_path(options.out, "host_time", str(report["device"]))
     path.write_text(json.dumps(report, indent=2) + "\n")
     print(f"written: {path}")
 

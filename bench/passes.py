@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from bench import vendor
-from bench.remote import environment, machine
+from bench.remote import environment, machine, result_path
 from bench.token2wav import Session, Settings, table
 from cadence_fx.passes import default_passes, is_needed, optional_passes, select_edits
 
@@ -85,10 +84,7 @@ def main() -> int:
             "kernels": "one call with a full window under the profiler, after the first turn",
         },
     }
-    words = (report["device"], "small" if options.small else "")
-    name = "_".join(re.sub(r"[^a-z0-9]+", "_", word.lower()) for word in words if word)
-    path = options.out / f"passes_{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = result_path(options.out, "passes", report["device"], "small" if options.small else "")
 
     def write(session: Session) -> None:
         rows = session.rows()

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -95,6 +96,12 @@ def environment(device: str) -> dict[str, str]:
         "commit": os.environ.get("CADENCE_COMMIT")
         or _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"),
     }
+
+
+def result_path(out: Path, *words: str) -> Path:
+    """The file for a result, named after the words that are not empty; its folder is made."""
+    out.mkdir(parents=True, exist_ok=True)
+    return out / ("_".join(re.sub(r"[^a-z0-9]+", "_", word.lower()) for word in words if word) + ".json")
 
 
 def verdict(row: dict[str, Any]) -> str:

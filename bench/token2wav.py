@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from bench import vendor
-from bench.remote import Remote, environment, machine, verdict
+from bench.remote import Remote, environment, machine, result_path, verdict
 from bench.token2wav_variants import VARIANTS, Subject, Timed, chunks, variant
 from cadence_fx.bytesops import as_integers
 
@@ -144,7 +144,7 @@ class Worker:
 
     def notes(self) -> list[str]:
         """What the passes did to the class of a full window, in their own words."""
-        return self.subject.notes()
+        return [without_folders(note) for note in self.subject.notes()]
 
     def counters(self) -> dict[str, Any]:
         return {**self._peaks(), "misses": self.subject.misses()}
@@ -152,6 +152,11 @@ class Worker:
     def host_us(self) -> dict[str, dict[str, float]]:
         """Launches graphs out of order, so it comes after the last comparison."""
         return self.subject.host_us()
+
+
+def without_folders(note: str) -> str:
+    """A note whose files are named by their last three parts, wherever they are on this machine."""
+    return re.sub(r'File "[^"]*?([^/"]+(?:/[^/"]+){0,2})"', r'File "\1"', note)
 
 
 def short_name(name: str) -> str:
@@ -300,10 +305,7 @@ def main() -> None:
             "primed_state": "on the host in every variant",
         },
     }
-    words = (report["device"], "small" if options.small else "", options.tag)
-    name = "_".join(re.sub(r"[^a-z0-9]+", "_", word.lower()) for word in words if word)
-    path = options.out / f"token2wav_{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = result_path(options.out, "token2wav", report["device"], "small" if options.small else "", options.tag)
 
     def write(session: Session) -> None:
         rows = session.rows()

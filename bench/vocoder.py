@@ -22,7 +22,6 @@ import argparse
 import contextlib
 import hashlib
 import json
-import re
 import statistics
 import sys
 import time
@@ -36,7 +35,7 @@ import torch
 
 import cadence_fx
 from bench import vendor
-from bench.remote import Remote, environment, machine, verdict
+from bench.remote import Remote, environment, machine, result_path, verdict
 from cadence_fx.adapters.token2wav import Token2WavStream
 from cadence_fx.bytesops import digest
 
@@ -307,9 +306,7 @@ def main() -> int:
         "matched_streams": {},
         "variants": {},
     }
-    words = ("vocoder", report["device"], "small" if options.small else "", options.tag)
-    path = options.out / ("_".join(re.sub(r"[^a-z0-9]+", "_", word.lower()) for word in words if word) + ".json")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = result_path(options.out, "vocoder", report["device"], "small" if options.small else "", options.tag)
     for package in options.packages:  # what one has shown is written before the next begins
         rows, matched = run(package, options, sizes)
         report["variants"].update(rows)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bench import vendor, vocoder
-from bench.token2wav import ratios, short_name, table
+from bench.token2wav import ratios, short_name, table, without_folders
 from bench.token2wav_variants import variant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,3 +107,9 @@ def test_variants_of_the_backend_are_spelled_by_their_passes() -> None:
 def test_a_kernel_is_named_without_its_parameters() -> None:
     name = "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>(int, float)"
     assert short_name(name) == "vectorized_layer_norm_kernel<float, float>"
+
+
+def test_notes_name_files_without_the_folders_of_a_machine() -> None:
+    note = 'copy_ stays (File "/home/somebody/checkout/cadence_fx/adapters/token2wav_steps.py", line 44, in forward)'
+    assert without_folders(note) == 'copy_ stays (File "cadence_fx/adapters/token2wav_steps.py", line 44, in forward)'
+    assert without_folders('(File "model.py", line 1)') == '(File "model.py", line 1)'
