@@ -2,9 +2,8 @@
 
 The stock computation runs twice on the class's own static arguments (a class whose baseline does not repeat is not
 blamed on the replay, it is named so), then the class is launched; outputs, states, every argument the code writes and
-the generators it draws from are compared byte for byte, each time from the same start. Results wait on the host, so
-that the check needs little device memory. States, generators and whatever Python code has rebound are as before
-afterwards.
+the generators it draws from are compared byte for byte, each time from the same start. Results are set aside
+meanwhile. States, generators and whatever Python code has rebound are as before afterwards.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from cadence_fx.aside import aside
 from cadence_fx.bytesops import bytes_equal
 from cadence_fx.generators import Generators, Source, all_sources, device_sources, explicit, same_state
 from cadence_fx.plan import Miss, Plan
@@ -24,7 +24,7 @@ from cadence_fx.recorder import Recording
 
 @dataclasses.dataclass(slots=True)
 class Outcome:
-    """Everything one execution of a class produced, on the host: outputs, new states, written arguments, and the states
+    """Everything one execution of a class produced, set aside: outputs, new states, written arguments, and the states
     in which it left the generators."""
 
     outputs: list[Any]
@@ -61,9 +61,9 @@ class Snapshot:
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = [(static_args[i], args[i]) for i in plan.staged]
         for use in plan.regions:
             head = use.carry.view(max(use.extent, use.next_extent))
-            self._pairs.append((head, _to_host(head)))
+            self._pairs.append((head, aside(head)))
         for i in set(plan.mutated) - set(plan.staged):
-            self._pairs.append((static_args[i], _to_host(static_args[i])))
+            self._pairs.append((static_args[i], aside(static_args[i])))
         self.python = PythonState(plan.owner) if plan.owner is not None else None
         self.generators = Generators(_sources(plan, device, self.python))
 
@@ -74,7 +74,7 @@ class Snapshot:
 
     def include(self, tensors: Sequence[torch.Tensor]) -> None:
         """Save more tensors, as they are now."""
-        self._pairs += [(tensor, _to_host(tensor)) for tensor in tensors]
+        self._pairs += [(tensor, aside(tensor)) for tensor in tensors]
 
     def restore(self) -> None:
         """Put everything back."""
@@ -119,14 +119,8 @@ def _outcome(
 ) -> Outcome:
     carried = {use.output for use in plan.regions}
     return Outcome(
-        [None if i in carried else _to_host(o) for i, o in enumerate(outputs)],
-        [_to_host(s) for s in states],
-        [_to_host(tensor) for tensor in (*(static_args[i] for i in plan.mutated), *plan.beside)],
+        [None if i in carried else aside(o) for i, o in enumerate(outputs)],
+        [aside(s) for s in states],
+        [aside(tensor) for tensor in (*(static_args[i] for i in plan.mutated), *plan.beside)],
         snapshot.generators.read(),
     )
-
-
-def _to_host(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().to("cpu", copy=True) if not value.is_meta else value

@@ -1,6 +1,6 @@
 """Whatever warm-up does to Python objects, to tensors and to everything random numbers come from is undone.
 
-Bytes are kept on the host meanwhile: those of all tensors that can be reached, but of parameters, which hardly any code
+Bytes are set aside meanwhile: those of all tensors that can be reached, but of parameters, which hardly any code
 writes and which may be gigabytes, only `KEPT` in all, the small ones first. Of the others a fingerprint is taken on
 their device: a write is seen and is an error.
 """
@@ -14,6 +14,7 @@ import torch
 
 from cadence_fx import paths
 from cadence_fx._torch import module_of
+from cadence_fx.aside import aside
 from cadence_fx.binding import declared_path
 from cadence_fx.bytesops import bytes_equal, fingerprint
 from cadence_fx.contract import Region
@@ -83,7 +84,7 @@ class Untouched:
                 if room < 0:
                     self._fingerprints.append((tensor, fingerprint(tensor)))
                     continue
-            self._bytes.append((tensor, tensor.detach().to("cpu", copy=True)))
+            self._bytes.append((tensor, aside(tensor)))
 
     def attributes(self) -> Attributes:
         """Every module with its name, its own attributes and its buffers, as they are now."""
