@@ -38,6 +38,7 @@ from cadence_fx.retention import KeepLast as KeepLast
 from cadence_fx.retention import Pinned as Pinned
 from cadence_fx.retention import PromptPlusLast as PromptPlusLast
 from cadence_fx.retention import Ring as Ring
+from cadence_fx.side_stream import SideStream as SideStream
 from cadence_fx.switch import disabled as disabled
 from cadence_fx.warmup import warm_up as warm_up
 
@@ -67,6 +68,7 @@ __all__ = [
     "RetentionMismatch",
     "Ring",
     "SetTooLate",
+    "SideStream",
     "StaleState",
     "UnexplainedSize",
     "UnknownArgument",
