@@ -49,10 +49,13 @@ lint: $(STAMP)  ## ruff and mypy
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy cadence_fx tests
 
-bench: $(STAMP)  ## the benchmark (ARGS=... are handed on); without a GPU a small run that only checks its code
+bench: $(STAMP)  ## the benchmarks (ARGS=... are handed on to the first); without a GPU a small run that only checks its code
 	@if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
 	    $(PY) -m bench.token2wav $(ARGS)
+	    $(PY) -m bench.passes
 	    $(PY) -m bench.vocoder
+	    $(PY) -m bench.warm_up
+	    $(PY) -m bench.host_time
 	else
 	    echo "no CUDA device: small layers on the CPU, which checks the code and measures nothing"
 	    $(PY) -m bench.token2wav --small --device cpu --out out/bench $(ARGS)

@@ -7,8 +7,8 @@ One run, one process a variant, turn by turn in alternation, as in `bench.token2
 on a window that fills and then slides. Variants: the vendor's eager code; eager's own kernels replayed, one graph a
 chunk, captured by hand (`SRc-hand`); the same with states written in place (`SRc/plain`); the passes added one by one
 in the order in which they run; all default ones (`SRc`); those and the optional ones; every default pass left out in
-turn (`--without`); graphs at the step clock (`R`), which is what a wrapper around the estimator gives; and
-`torch.compile(mode="reduce-overhead")` on the estimator.
+turn (`--without`); graphs at the step clock, without (`R`) and with a copy of all that goes in and comes out
+(`step-wrapper`, as in vllm-omni 0.30.0); and `torch.compile(mode="reduce-overhead")` on the estimator.
 
 After the first turn each variant is run once under the profiler: what a call executes, by kernel.
 """
@@ -26,7 +26,7 @@ from bench.remote import environment, machine, result_path
 from bench.token2wav import Session, Settings, table
 from cadence_fx.passes import default_passes, is_needed, optional_passes, select_edits
 
-BASELINES = ("B0", "R", "SRc-hand", "reduce-overhead", "SRc/plain")
+BASELINES = ("B0", "R", "step-wrapper", "SRc-hand", "reduce-overhead", "SRc/plain")
 
 
 def ladder() -> list[str]:
@@ -50,7 +50,10 @@ def with_optional() -> list[str]:
 def ratios(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Medians over that of all default passes, and over that with the optional ones: above 1 means that these are
     faster."""
-    named = {"eager": "B0", "plain": "SRc-hand", "inductor": "reduce-overhead", "step graphs": "R"}
+    named = {
+        "eager": "B0", "plain": "SRc-hand", "inductor": "reduce-overhead", "step graphs": "R",
+        "step wrapper": "step-wrapper",
+    }  # fmt: skip
     found = {}
     for label, ours in (("cadence", "SRc"), *((f"cadence with {name[4:]}", name) for name in with_optional())):
         for other, name in named.items():

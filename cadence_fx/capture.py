@@ -41,6 +41,7 @@ class ReplayClass:
         effects: the verdict under which it was admitted.
         returned: the states that leave the call as they came.
         reached: what a plain callable found in Python objects; None for a graph.
+        ready_seconds: what its program had taken to compile when it was admitted.
         touched: arguments that a launch writes where they are.
         beside: what else it writes, as the tensors that a plain callable has.
         written: storage addresses of what the code writes in place and no call may bring under another name.
@@ -60,6 +61,7 @@ class ReplayClass:
     reached: Reached | None
     beside: list[torch.Tensor]
     replays: int = 0
+    ready_seconds: float = 0.0
     touched: list[int] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:

@@ -71,6 +71,11 @@ class Ledger:
             self._pass_time()
             self._phases.pop()
 
+    def spent(self) -> float:
+        """Seconds of all phases so far."""
+        self._pass_time()
+        return sum(self.seconds.values())
+
     def _pass_time(self) -> None:
         now = time.perf_counter()
         if self._phases:

@@ -116,6 +116,7 @@ def _class_facts(classes: list[ReplayClass], refused: Sequence[Miss]) -> dict[st
                 "draws": list(c.effects.draws),
                 "replays": c.replays,
                 "capture_seconds": round(c.capture_seconds, 3),
+                "ready_seconds": round(c.ready_seconds, 3),
                 "staging_bytes": c.staging_bytes,
                 "pool_bytes": c.recording.nbytes,
                 "kept_bytes": c.plan.kept.nbytes if c.plan.kept is not None else 0,

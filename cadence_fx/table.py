@@ -278,6 +278,7 @@ class ReplayTable:
         self.ledger.captures += 1
         self.ledger.late_captures += self.sealed
         self.ledger.capture_seconds += entry.capture_seconds
+        entry.ready_seconds = self.ledger.spent()
         if self.sealed:
             log.warning("%s: class %s captured after the seal", self.ledger.name, plan.label)
         return entry

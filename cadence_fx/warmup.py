@@ -64,7 +64,7 @@ def warm_up(compiled: Any, *args: Any, progress: bool | None = None, **kwargs: A
     entries = program.catalog.entries
     tell = _Progress(len(entries) + 1, program.name, progress)
     program.unseal()
-    with Untouched(original, program) as module, patient_tracing(), _patient_collector(), program.ledger.timed("other"):
+    with program.ledger.timed("other"), Untouched(original, program) as module, patient_tracing(), _patient_collector():
         try:
             for round_ in range(_ROUNDS):
                 start = module.attributes()

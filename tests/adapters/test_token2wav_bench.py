@@ -23,13 +23,20 @@ ROW = {
 
 @pytest.mark.skipif(not vendor.available(), reason="the vendor package stepaudio2-minicpmo is not installed")
 def test_a_small_run_writes_equal_bytes_and_every_figure(tmp_path: Path) -> None:
-    options = {"device": "cpu", "variants": "S,Rc", "chunks": "3", "turns": "2", "tag": "smoke", "out": str(tmp_path)}
-    command = [sys.executable, "-m", "bench.token2wav", "--small"] + [f"--{k}={v}" for k, v in options.items()]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    options = {
+        "device": "cpu",
+        "variants": "S,Rc,step-wrapper",
+        "chunks": "3",
+        "turns": "2",
+        "tag": "smoke",
+        "out": str(tmp_path),
+    }
+    command = [sys.executable, "-m", "bench.token2wav", "--small", f"--out={tmp_path}"]
+    run = subprocess.run(command + [f"--{k}={v}" for k, v in options.items()], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     report = json.loads((tmp_path / "token2wav_cpu_small_smoke.json").read_text())
     assert {"bench", "device", "driver", "torch", "commit", "protocol", "variants", "ratios"} <= report.keys()
-    assert list(report["variants"]) == ["B0", "S", "Rc"]
+    assert list(report["variants"]) == ["B0", "S", "Rc", "step-wrapper"]
     for row in report["variants"].values():
         assert row.keys() == ROW
         assert (row["bytes_equal"], row["repeats"], row["misses"]) == (True, 6, {})
@@ -92,6 +99,34 @@ def test_a_small_run_of_the_passes_times_the_solver_alone(tmp_path: Path) -> Non
     assert run.returncode == 0, run.stderr
     report = json.loads((tmp_path / "passes_cpu_small.json").read_text())
     assert list(report["variants"]) == ["B0", "SRc/plain"]
+    for row in report["variants"].values():
+        assert (row["bytes_equal"], row["repeats"], row["misses"]) == (True, 3, {})
+
+
+@pytest.mark.skipif(not vendor.available(), reason="the vendor package stepaudio2-minicpmo is not installed")
+def test_a_small_run_of_the_warm_up_tells_where_the_time_goes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.warm_up", "--small", "--device=cpu", f"--out={tmp_path}"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    report = json.loads((tmp_path / "warm_up_cpu_small.json").read_text())
+    row = report["variants"]["all classes"]
+    assert (row["bytes_equal"], row["misses"]) == (True, {})
+    steps = report["callables"]
+    assert list(steps) == ["token2wav.conformer", "token2wav.flow", "token2wav.vocoder.first", "token2wav.vocoder"]
+    assert [step["classes"] for step in steps.values()] == [3, 3, 1, 1]
+    for step in steps.values():
+        assert 0 < step["one_class_s"] <= step["seconds"] + 0.1
+        assert abs(sum(step["phases_s"].values()) - step["seconds"]) < 0.5
+
+
+@pytest.mark.skipif(not vendor.available(), reason="the vendor package stepaudio2-minicpmo is not installed")
+def test_a_small_run_of_the_schedule_compares_both(tmp_path: Path) -> None:
+    options = {"device": "cpu", "chunks": "3", "turns": "1", "out": str(tmp_path)}
+    command = [sys.executable, "-m", "bench.schedule", "--small"] + [f"--{k}={v}" for k, v in options.items()]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    report = json.loads((tmp_path / "schedule_cpu_small.json").read_text())
+    assert list(report["variants"]) == ["one stream", "side stream", "segment alone"]
     for row in report["variants"].values():
         assert (row["bytes_equal"], row["repeats"], row["misses"]) == (True, 3, {})
 
