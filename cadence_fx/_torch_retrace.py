@@ -176,7 +176,7 @@ class _Copier(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         tensors: list[Any] = []
         try:
-            if n.op == "call_function" and not _is_pytorchs(n.target):
+            if n.op == "call_function" and not is_pytorchs(n.target):
                 raise _Unlike
             key: Any = (n.op, n.target, self._key([args, kwargs], tensors), self._sharing(tensors))
             pattern = self._patterns.get(key, _UNKNOWN)
@@ -480,7 +480,7 @@ def _only_reads(n: fx.Node) -> bool:
     return n.target is getattr or getattr(n.target, "__module__", None) == "_operator"
 
 
-def _is_pytorchs(target: Any) -> bool:
+def is_pytorchs(target: Any) -> bool:
     """Whether a function is PyTorch's or Python's own: anybody else's may be another one in its next call."""
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return str(target).partition(".")[0] in ("aten", "prims")

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from cadence_fx._torch import backend_error, original_of, patient_tracing
+from cadence_fx._torch_propagation import once_a_kind
 from cadence_fx.catalog import CatalogEntry
 from cadence_fx.errors import ContractError
 from cadence_fx.example import ExampleCall, Variant
@@ -64,7 +65,7 @@ def warm_up(compiled: Any, *args: Any, progress: bool | None = None, **kwargs: A
     entries = program.catalog.entries
     tell = _Progress(len(entries) + 1, program.name, progress)
     program.unseal()
-    with program.ledger.timed("other"), Untouched(original, program) as module, patient_tracing(), _patient_collector():
+    with program.ledger.timed("other"), Untouched(original, program) as module, _tracing():
         try:
             for round_ in range(_ROUNDS):
                 start = module.attributes()
@@ -91,6 +92,13 @@ def warm_up(compiled: Any, *args: Any, progress: bool | None = None, **kwargs: A
     program.seal()
     tell.done(program)
     return report(compiled)
+
+
+@contextlib.contextmanager
+def _tracing() -> Iterator[None]:
+    """What makes compiling many graphs of one model possible, and cheaper."""
+    with patient_tracing(), once_a_kind(), _patient_collector():
+        yield
 
 
 @contextlib.contextmanager

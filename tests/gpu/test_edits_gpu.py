@@ -27,8 +27,8 @@ def _serving() -> None:
 
 
 class Block(nn.Module):
-    """Two convolutions of the size that cuDNN lays out anew, and products that cuBLAS splits: the first of the seven has
-    a transposed input and the last one is returned, so five are put into cleared memory."""
+    """Two convolutions of the size that cuDNN lays out anew, and seven products that cuBLAS splits. The first one's
+    input is transposed and the last one is returned, so five are put into cleared memory."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,0 +1,246 @@
+"""Dynamo's propagation of shapes, once for each kind of node.
+
+While Dynamo follows a callable it runs every operator on tensors without data, to know what comes of it. Where sizes
+are symbols that takes milliseconds, and a model repeats a few kinds of operators many times over. What an operator
+makes of its arguments is decided by the operator, its plain arguments and the metadata of its tensors; so for all but
+the first of a kind the result is built from what the first one gave. Whatever is not plainly a function of that (an
+operator of somebody else's, a write, an argument that requires grad, a size that depends on data) is run every time.
+
+Like `_torch`, this module touches private PyTorch API, of torch 2.11 to 2.14.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+from cadence_fx._torch import ambient_state
+from cadence_fx._torch_retrace import is_pytorchs
+
+_PLAIN = (bool, int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(...))
+
+
+@contextlib.contextmanager
+def once_a_kind() -> Iterator[None]:
+    """Let Dynamo propagate shapes through the first operator of each kind alone."""
+    utils = torch._dynamo.utils
+    stock = utils.run_node
+    known: dict[FakeTensorMode, _Kinds] = {}
+
+    def run_node(tracer: Any, node: fx.Node, args: Any, kwargs: Any, nnmodule: Any) -> Any:
+        def run() -> Any:
+            return stock(tracer, node, args, kwargs, nnmodule)
+
+        mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        if mode is None or not _is_function(node) or torch.is_grad_enabled():
+            return run()
+        if mode not in known:
+            known.clear()  # of another compilation, whose symbols mean something else
+            known[mode] = _Kinds(mode)
+        return known[mode].run(node, args, kwargs, run)
+
+    utils.run_node = run_node
+    try:
+        yield
+    finally:
+        utils.run_node = stock
+
+
+class _Unlike(Exception):
+    """A node is not told by its target, its plain arguments and the metadata of its tensors."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Input:
+    """A result that is an argument."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Made:
+    """A tensor that an operator makes; `home` is the argument whose memory it has, `offset` where from there."""
+
+    home: int | None
+    offset: int
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    dtype: torch.dtype
+    device: torch.device
+    inference: bool
+
+
+class _Kinds:
+    """What the first node of each kind gave, in one compilation."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._known: dict[Any, Any] = {}
+
+    def run(self, node: fx.Node, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        tensors: list[FakeTensor] = []
+        try:
+            described = _described((args, kwargs), tensors)
+            if not tensors:
+                raise _Unlike
+            kind = (
+                node.op, node.target, described, _sharing(tensors), ambient_state(tensors[0].fake_device.type),
+            )  # fmt: skip
+            known = self._known.get(kind, _UNKNOWN)
+        except (_Unlike, TypeError):
+            return run()
+        if known is None:
+            return run()
+        if known is not _UNKNOWN:
+            return self._filled(known, tensors)
+        self._known[kind] = None
+        before = [_version(tensor) for tensor in tensors]
+        result = run()
+        with contextlib.suppress(_Unlike):
+            if _described((args, kwargs), []) == described and [_version(tensor) for tensor in tensors] == before:
+                self._known[kind] = self._checked(result, tensors)
+        return result
+
+    def _checked(self, result: Any, tensors: list[FakeTensor]) -> Any:
+        """What to make of the arguments instead of a result; it is made here, and compared with the result."""
+        found = _taken_apart(result, tensors)
+        again = self._filled(found, tensors)
+        if _geometry([*tensors, result]) != _geometry([*tensors, again]):
+            raise _Unlike
+        return found
+
+    def _filled(self, value: Any, tensors: list[FakeTensor]) -> Any:
+        if isinstance(value, _Input):
+            return tensors[value.number]
+        if isinstance(value, _Made):
+            return self._made(value, tensors)
+        return type(value)(self._filled(item, tensors) for item in value)
+
+    def _made(self, value: _Made, tensors: list[FakeTensor]) -> FakeTensor:
+        env = self._mode.shape_env
+        # What a size must be for this was asked, and recorded, when the first of the kind was run.
+        quiet = env.suppress_guards() if env is not None else contextlib.nullcontext()
+        # A view of what was made outside inference mode was, too.
+        as_it_was = torch.inference_mode(value.inference)
+        with as_it_was, in_kernel_invocation_manager(self._mode), quiet:
+            if value.home is None:
+                memory = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+            else:
+                home = tensors[value.home]
+                memory = torch.empty(0, dtype=value.dtype, device="meta")
+                memory.set_(home.untyped_storage(), home.storage_offset() + value.offset, value.shape, value.stride)
+        with as_it_was:
+            return FakeTensor(self._mode, memory, value.device)
+
+
+_UNKNOWN = object()
+
+
+def _described(value: Any, tensors: list[FakeTensor]) -> Any:
+    """What decides about an argument; its tensors are collected in order."""
+    if isinstance(value, torch.Tensor):
+        if type(value) is not FakeTensor or value.constant is not None or value.layout is not torch.strided:
+            raise _Unlike
+        if value.is_conj() or value.is_neg():
+            raise _Unlike
+        tensors.append(value)
+        return (_sizes(value.shape), _sizes(value.stride()), value.dtype, value.fake_device, value.requires_grad,
+                value.is_inference(), isinstance(value, torch.nn.Parameter))  # fmt: skip
+    if isinstance(value, torch.SymInt):
+        return torch.SymInt, value.node.expr
+    if isinstance(value, (list, tuple)):
+        return type(value), *[_described(item, tensors) for item in value]
+    if isinstance(value, dict):
+        return dict, *[(name, _described(item, tensors)) for name, item in value.items()]
+    if isinstance(value, slice):
+        return slice, *[_described(part, tensors) for part in (value.start, value.stop, value.step)]
+    if isinstance(value, float):
+        return float, value.hex()
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    raise _Unlike
+
+
+def _sharing(tensors: list[FakeTensor]) -> tuple[Any, ...]:
+    """Which of the arguments are one, which have one memory, and where they are in it if several do."""
+    if len(tensors) < 2:
+        return ()
+    objects, homes = [id(tensor) for tensor in tensors], [tensor.untyped_storage()._cdata for tensor in tensors]
+    apart = len(set(homes)) == len(set(objects))
+    places = () if apart else tuple(_offset(tensor) for tensor in tensors)
+    return tuple(map(objects.index, objects)), tuple(map(homes.index, homes)), places
+
+
+def _taken_apart(result: Any, tensors: list[FakeTensor]) -> Any:
+    """A result as what is made of the arguments."""
+    if type(result) in (tuple, list):
+        return type(result)(_taken_apart(item, tensors) for item in result)
+    for number, tensor in enumerate(tensors):
+        if result is tensor:
+            return _Input(number)
+    if type(result) is not FakeTensor:
+        raise _Unlike
+    homes = [tensor.untyped_storage()._cdata for tensor in tensors]
+    home, offset = None, _offset(result)
+    if result.untyped_storage()._cdata in homes:
+        home = homes.index(result.untyped_storage()._cdata)
+        if tensors[home].dtype != result.dtype:
+            raise _Unlike  # offsets are counted in elements
+        offset -= _offset(tensors[home])
+    if result.requires_grad:
+        raise _Unlike
+    return _Made(
+        home, offset, tuple(result.shape), result.stride(), result.dtype, result.fake_device, result.is_inference()
+    )
+
+
+def _geometry(values: Sequence[Any]) -> list[Any]:
+    """All that later operators can see of tensors without data, and which of them have one memory."""
+    tensors: list[FakeTensor] = []
+    described = _described(values, tensors)
+    homes = [tensor.untyped_storage()._cdata for tensor in tensors]
+    memory = [_sizes([tensor.untyped_storage().nbytes()]) for tensor in tensors]
+    return [described, list(map(homes.index, homes)), memory, [_offset(tensor) for tensor in tensors]]
+
+
+def _sizes(sizes: Iterable[Any]) -> tuple[Any, ...]:
+    """Sizes that compare without being asked what they are; none of them may depend on data."""
+    return tuple(size if isinstance(size, int) else _expression(size) for size in sizes)
+
+
+def _expression(size: torch.SymInt) -> Any:
+    if not size.node.has_hint():
+        raise _Unlike
+    return size.node.expr
+
+
+def _offset(tensor: torch.Tensor) -> int:
+    offset = tensor.storage_offset()
+    if not isinstance(offset, int):
+        raise _Unlike
+    return offset
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_function(node: fx.Node) -> bool:
+    """Whether a node is an operator whose result is all that it does, as far as its name tells."""
+    if node.op == "call_method":
+        name = str(node.target)
+        return not name.endswith("_") and name not in _WRITE
+    if node.op != "call_function" or "out" in node.kwargs or node.target in _OPERATORS:
+        return False
+    return is_pytorchs(node.target) and not node.target.__name__.endswith("_")  # type: ignore[union-attr]
+
+
+_WRITE = {"__setitem__", "set"}
+_OPERATORS = {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv}

@@ -1,0 +1,148 @@
+"""Propagating shapes once a kind: Dynamo's graph, its metadata and its guards are the same, and less is run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from cadence_fx._torch_propagation import once_a_kind
+
+MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "inference": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "grad": contextlib.nullcontext,
+}
+
+
+class Layer(nn.Module):
+    """Views, products, writes and symbolic sizes; `scale` is a parameter of which views are taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear, self.convolution = nn.LayerNorm(8), nn.Linear(8, 16), nn.Conv1d(8, 8, 3)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.register_buffer("memory", torch.zeros(1, 64, 8))
+
+    def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = self.linear(self.norm(x)).chunk(2, dim=-1)
+        key = torch.cat([cache, key], dim=1)
+        memory = self.get_buffer("memory")
+        memory[:, : key.shape[1]] = key
+        y = self.convolution(value.transpose(1, 2))[..., -2:].transpose(1, 2)
+        y = y.expand(3, -1, -1).sum(0, keepdim=True) * self.scale.unsqueeze(0).unsqueeze(-1).squeeze(-1)
+        weights = (y @ memory[:, : key.shape[1]].transpose(1, 2)).double().softmax(-1).float()
+        out = torch.zeros_like(y)
+        out.add_(weights @ key)
+        return nn.functional.pad(out, (0, 0, 2, 0)), key[:, -key.shape[1] // 2 :].contiguous()
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
+        kept = []
+        for layer in self.layers:
+            x, state = layer(x, cache)
+            kept.append(state)
+        return x, *kept
+
+
+def traced(module: nn.Module, *args: Tensor) -> tuple[fx.Graph, str]:
+    """The graph that Dynamo makes of a call with a symbol for the cache's extent, and the conditions on it."""
+    found: list[fx.GraphModule] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        found.append(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch._dynamo.mark_dynamic(args[1], 1)
+    torch.compile(module, backend=backend)(*args)
+    (gm,) = found
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    values = [node.meta["example_value"] for node in placeholders]
+    env = next(value.fake_mode.shape_env for value in values if isinstance(value, FakeTensor))
+    guards = env.guards if env is not None else []
+    return gm.graph, "\n".join(sorted({str(guard.expr) for guard in guards}))
+
+
+def shown(value: Any) -> Any:
+    """All that can be seen of a traced value."""
+    if isinstance(value, Tensor):
+        offset = value.storage_offset()
+        return (str(tuple(value.shape)), str(value.stride()), str(offset), value.dtype, value.device,
+                value.requires_grad, value.is_inference(), str(value.untyped_storage().nbytes()))  # fmt: skip
+    if isinstance(value, (tuple, list)):
+        return [shown(item) for item in value]
+    return str(value)
+
+
+def memories(graph: fx.Graph) -> list[list[str]]:
+    """Names of nodes whose traced tensors have one memory."""
+    found: dict[int, list[str]] = {}
+    for node in graph.nodes:
+        value = node.meta.get("example_value")
+        for tensor in value if isinstance(value, (tuple, list)) else [value]:
+            if isinstance(tensor, Tensor):
+                found.setdefault(tensor.untyped_storage()._cdata, []).append(node.name)
+    return sorted(found.values())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_graph_metadata_and_guards_are_those_of_stock_dynamo(mode: str) -> None:
+    module = Stack()
+    with MODES[mode]():
+        args = torch.randn(1, 4, 8), torch.randn(1, 6, 8)
+        stock, conditions = traced(module, *args)
+        with once_a_kind():
+            ours, found = traced(module, *args)
+    assert str(ours) == str(stock)
+    for mine, theirs in zip(ours.nodes, stock.nodes, strict=True):
+        assert shown(mine.meta.get("example_value")) == shown(theirs.meta.get("example_value")), mine
+    assert memories(ours) == memories(stock)
+    assert found == conditions
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often Dynamo has run each operator on tensors without data."""
+    found: Counter[str] = Counter()
+    stock = torch._dynamo.utils.run_node
+
+    def counted(tracer: Any, node: fx.Node, *rest: Any) -> Any:
+        found[getattr(node.target, "__name__", str(node.target))] += 1
+        return stock(tracer, node, *rest)
+
+    monkeypatch.setattr(torch._dynamo.utils, "run_node", counted)
+    return found
+
+
+@pytest.mark.parametrize("mode", ["inference", "no_grad"])
+def test_each_kind_runs_once(mode: str, ran: Counter[str]) -> None:
+    with MODES[mode](), once_a_kind():
+        traced(Stack(), torch.randn(1, 4, 8), torch.randn(1, 6, 8))
+    assert (ran["linear"], ran["layer_norm"], ran["conv1d"], ran["chunk"], ran["cat"]) == (1, 1, 1, 1, 1)
+    assert (ran["add_"], ran["setitem"]) == (3, 3)  # writes are run every time
+
+
+def test_where_gradients_are_recorded_all_is_run(ran: Counter[str]) -> None:
+    with once_a_kind():
+        traced(Stack(), torch.randn(1, 4, 8), torch.randn(1, 6, 8))
+    assert ran["linear"] == 3
+
+
+def test_dynamo_is_as_it_was_afterwards() -> None:
+    stock = torch._dynamo.utils.run_node
+    with pytest.raises(ZeroDivisionError), once_a_kind():
+        assert torch._dynamo.utils.run_node is not stock
+        raise ZeroDivisionError
+    assert torch._dynamo.utils.run_node is stock
