@@ -50,7 +50,7 @@ def test_every_choice_of_passes_is_certified(package: vendor.Package, monkeypatc
         number = len(subjects)
         for choice in [CHOICES[0], *CHOICES[1 + number % SHARES :: SHARES]]:  # the whole of them in every class
             fresh = ways(subject, select_passes(choice), [], name)
-            lists = {field: list(getattr(plan, field)) for field in ("fixed", "written", "mutated")}
+            lists: dict[str, Any] = {name: list(getattr(plan, name)) for name in ("fixed", "written", "mutated")}
             again = dataclasses.replace(plan, ways=fresh, notes=[], **lists)  # a capture changes them
             entry = capture(again, args, *rest)
             assert isinstance(entry, ReplayClass), (choice, entry)
