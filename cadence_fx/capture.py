@@ -41,7 +41,7 @@ class ReplayClass:
         effects: the verdict under which it was admitted.
         returned: the states that leave the call as they came.
         reached: what a plain callable found in Python objects; None for a graph.
-        touched: arguments that a launch writes where they are.
+        touched: arguments that a launch writes where they are; workspaces too, since a backward may need what one held.
         beside: what else it writes, as the tensors that a plain callable has.
         written: storage addresses of what the code writes in place and no call may bring under another name.
     """
@@ -64,7 +64,7 @@ class ReplayClass:
 
     def __post_init__(self) -> None:
         in_place = [use.index for use in self.plan.regions if use.output is None]
-        self.touched = [*sorted(set(self.plan.mutated) & set(self.plan.fixed)), *in_place]
+        self.touched = [*sorted(set(self.plan.written) & set(self.plan.fixed)), *in_place]
 
 
 def unfit(plan: Plan, args: Sequence[Any], names: Sequence[str], device: torch.device) -> Miss | None:

@@ -379,7 +379,7 @@ class GraphPlanner:
 
     def run_eager(self, args: Sequence[Any]) -> Any:
         """Run Dynamo's own graph. States it returns go into their carries; states it writes are as before if it
-        raises.
+        raises. Workspaces that autograd may look at later keep their memory.
 
         Raises:
             StaleState: a state that a call has consumed was passed in.
@@ -387,6 +387,8 @@ class GraphPlanner:
         with awake(self.workspaces(args)) as block:
             outputs = self._run_eager(args)
             block.keep(out for out in outputs if isinstance(out, torch.Tensor) and out.layout is torch.strided)
+            if block.woken and _is_recorded(outputs, args):
+                block.keep(self.workspaces(args))
         return outputs
 
     def _run_eager(self, args: Sequence[Any]) -> list[Any]:
@@ -435,6 +437,13 @@ class GraphPlanner:
         for i, evaluate in self._ints.items():
             outputs[i] = evaluate(args)
         return outputs
+
+
+def _is_recorded(outputs: Sequence[Any], args: Sequence[Any]) -> bool:
+    """Whether autograd may have recorded a call. What a backward reads is then the memory that the call has used, and
+    whoever holds the graph, a result or a buffer that was written, may run one at any time."""
+    holders = (*outputs, *args) if torch.is_grad_enabled() else outputs
+    return any(isinstance(held, torch.Tensor) and held.requires_grad for held in holders)
 
 
 def _hopeless(binding: Binding) -> Miss | None:
