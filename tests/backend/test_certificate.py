@@ -100,6 +100,46 @@ def test_where_two_passes_are_wrong_neither_is_used(monkeypatch: pytest.MonkeyPa
     assert len(admitted) == 4
 
 
+class Leaves(Harmless):
+    """Leaves something behind that makes a class impossible, or its certificate fail, long after it has run."""
+
+    name = "leaves"
+
+    def __init__(self, leave: Callable[[fx.Graph], object]) -> None:
+        self.leave = leave
+
+    def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+        self.leave(gm.graph)
+        return super().__call__(gm, ctx)
+
+
+def drop_a_result(graph: fx.Graph) -> None:
+    graph.output_node().args = (graph.output_node().args[0][1:],)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("leave", "why"),
+    [
+        (drop_a_result, "the graph returns a list of 1, and returned a list of 2"),
+        (lambda graph: torch.set_grad_enabled(True), "it leaves grad mode changed"),
+        (lambda graph: torch.set_default_dtype(torch.float64), "it leaves default dtype changed"),
+        (lambda graph: torch.set_autocast_enabled("cpu", True), "it leaves autocast changed"),
+        (lambda graph: torch.set_default_device("meta"), "it leaves function modes, default device changed"),
+    ],
+    ids=["result", "grad", "dtype", "autocast", "device"],
+)
+def test_a_pass_that_leaves_something_behind_is_named_and_left_out(
+    leave: Callable[[fx.Graph], object], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "_registered", [Leaves(leave)])
+    pair = Pair(BY_NAME["AppendLast"])
+    for _ in range(8):
+        pair.call()
+    assert pair.missed() == Counter()
+    assert notes(pair).count("admitted: rewritten in place") == 4
+    assert sum("the pass 'leaves' failed: " in note and why in note for note in notes(pair)) == 4
+
+
 class Writing:
     """Writes an argument of the caller, which no recording may."""
 
