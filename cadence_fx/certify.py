@@ -107,8 +107,7 @@ def run_reference(plan: Plan, static_args: Sequence[Any], snapshot: Snapshot) ->
     """Run the stock computation; returns its raw outputs and the outcome."""
     outputs = plan.reference(*static_args)
     states = [static_args[use.index] if use.output is None else outputs[use.output] for use in plan.regions]
-    copied = {use.index for use in plan.regions}  # eager's views of states are handed out as copies
-    return outputs, _outcome(plan, static_args, outputs, states, copied, snapshot)
+    return outputs, _outcome(plan, static_args, outputs, states, _returned(plan), snapshot)
 
 
 def run_recording(plan: Plan, static_args: Sequence[Any], recording: Recording, snapshot: Snapshot) -> Outcome | Miss:
@@ -118,8 +117,14 @@ def run_recording(plan: Plan, static_args: Sequence[Any], recording: Recording, 
         return refused
     outputs = recording.launch()
     states = [static_args[use.index] if use.output is None else use.carry.view(use.next_extent) for use in plan.regions]
-    copied = {use.index for use in plan.regions} if recording.static_outputs else set()
+    copied = _returned(plan) if recording.static_outputs else set()
     return _outcome(plan, static_args, outputs, states, copied, snapshot)
+
+
+def _returned(plan: Plan) -> set[int]:
+    """Indices of the states that the code returns anew: eager's views of the old ones are handed out as copies. A view
+    of one that the code writes in place stays one."""
+    return {use.index for use in plan.regions if use.output is not None}
 
 
 def _outcome(

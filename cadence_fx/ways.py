@@ -188,13 +188,14 @@ def _idle(graph: fx.Graph, traced: fx.Graph, context: PassContext) -> frozenset[
 def written_back(forward: Callable[..., Sequence[Any]], uses: Sequence[RegionUse]) -> Callable[..., list[Any]]:
     """A run of the unrewritten graph with each new state copied into its carry at the end."""
     receiving = [use.output for use in uses if use.output is not None]
+    overwritten = [use.carry for use in uses if use.output is not None]
 
     def run(*everything: Any) -> list[Any]:
         split = len(everything) - len(receiving)
         args, homes = everything[:split], everything[split:]
         outputs = list(forward(*args))
         for i, out in enumerate(outputs):
-            if isinstance(out, torch.Tensor) and any(use.carry.owns(out) for use in uses):
+            if isinstance(out, torch.Tensor) and any(carry.owns(out) for carry in overwritten):
                 outputs[i] = strided_copy(out)
         for output, home in zip(receiving, homes, strict=True):
             home.copy_(outputs[output])
