@@ -1,4 +1,4 @@
-"""The only module that touches private PyTorch API.
+"""Private PyTorch API; what `_torch_retrace` and `_torch_modes` do not have is nowhere else.
 
 Everything here was read in torch 2.11 to 2.14; where a name moved between those versions both spellings are tried.
 Callers get plain values (strings, sympy expressions, integers), so no other module depends on Dynamo's internals.
@@ -477,7 +477,7 @@ def _autocast(device_type: str) -> tuple[Any, ...] | None:
 _SMALLEST_NORMAL = sys.float_info.min
 
 
-def _flushes_denormals() -> bool:
+def flushes_denormals() -> bool:
     """Whether this thread's processor turns denormals into zeros; PyTorch can set it and not read it."""
     return _SMALLEST_NORMAL * 0.5 == 0.0
 
@@ -508,7 +508,7 @@ def _readers(device_type: str) -> dict[str, Callable[[], Any]]:
             "NNPACK": getattr(c, "_get_nnpack_enabled", None),
             "fp16 reduced precision": getattr(c, "_get_cpu_allow_fp16_reduced_precision_reduction", None),
             "quantized engine": c._get_qengine,
-            "flushing of denormals": _flushes_denormals,
+            "flushing of denormals": flushes_denormals,
         }
     if device_type == "cuda":
         found |= {

@@ -41,8 +41,12 @@ class ReplayClass:
         effects: the verdict under which it was admitted.
         returned: the states that leave the call as they came.
         reached: what a plain callable found in Python objects; None for a graph.
+<<<<<<< HEAD
         ready_seconds: what its program had taken to compile when it was admitted.
         touched: arguments that a launch writes where they are.
+=======
+        touched: arguments that a launch writes where they are; workspaces too, since a backward may need what one held.
+>>>>>>> faults
         beside: what else it writes, as the tensors that a plain callable has.
         written: storage addresses of what the code writes in place and no call may bring under another name.
     """
@@ -66,7 +70,7 @@ class ReplayClass:
 
     def __post_init__(self) -> None:
         in_place = [use.index for use in self.plan.regions if use.output is None]
-        self.touched = [*sorted(set(self.plan.mutated) & set(self.plan.fixed)), *in_place]
+        self.touched = [*sorted(set(self.plan.written) & set(self.plan.fixed)), *in_place]
 
 
 def unfit(plan: Plan, args: Sequence[Any], names: Sequence[str], device: torch.device) -> Miss | None:

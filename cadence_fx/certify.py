@@ -3,7 +3,8 @@
 The stock computation runs twice on the class's own static arguments (a class whose baseline does not repeat is not
 blamed on the replay, it is named so), then the class is launched; outputs, states, every argument the code writes and
 the generators it draws from are compared byte for byte, each time from the same start. Results are set aside
-meanwhile. States, generators and whatever Python code has rebound are as before afterwards.
+meanwhile. A copy that is set aside need not lie as the output did, so what an output is besides its bytes (`forms`)
+is read off the output itself. States, generators and whatever Python code has rebound are as before afterwards.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from cadence_fx.aside import aside
 from cadence_fx.bytesops import bytes_equal
+from cadence_fx.forms import Form, forms, odd_value
 from cadence_fx.generators import Generators, Source, all_sources, device_sources, explicit, same_state
 from cadence_fx.plan import Miss, Plan
 from cadence_fx.python_state import PythonState
@@ -24,16 +26,21 @@ from cadence_fx.recorder import Recording
 
 @dataclasses.dataclass(slots=True)
 class Outcome:
-    """Everything one execution of a class produced, set aside: outputs, new states, written arguments, and the states
-    in which it left the generators."""
+    """Everything one execution of a class produced, set aside: outputs and what they are besides their bytes, new
+    states, written arguments, and the states in which it left the generators."""
 
     outputs: list[Any]
+    forms: list[Form | None]
     states: list[torch.Tensor]
     written: list[torch.Tensor]
     generators: list[Any]
 
     def differs_from(self, other: Outcome) -> str | None:
-        """The first thing that differs, in words; None when every byte is equal."""
+        """The first thing that differs, in words; None when every byte is equal and every output of the same form."""
+        for i, (a, b) in enumerate(zip(self.outputs, other.outputs, strict=True)):
+            odd = odd_value(a, b)
+            if odd is not None:
+                return f"output {i} ({odd})"
         for what, mine, theirs in (
             ("output", self.outputs, other.outputs),
             ("state", self.states, other.states),
@@ -42,6 +49,9 @@ class Outcome:
             for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
                 if isinstance(a, torch.Tensor) and not bytes_equal(a, b):
                     return f"{what} {i}"
+        for i, (form, right) in enumerate(zip(self.forms, other.forms, strict=True)):
+            if form is not None and right is not None and form != right:
+                return f"output {i} ({form.against(right)})"
         if not all(map(same_state, self.generators, other.generators)):
             return "the state of a generator"
         return None
@@ -97,7 +107,7 @@ def run_reference(plan: Plan, static_args: Sequence[Any], snapshot: Snapshot) ->
     """Run the stock computation; returns its raw outputs and the outcome."""
     outputs = plan.reference(*static_args)
     states = [static_args[use.index] if use.output is None else outputs[use.output] for use in plan.regions]
-    return outputs, _outcome(plan, static_args, outputs, states, snapshot)
+    return outputs, _outcome(plan, static_args, outputs, states, _returned(plan), snapshot)
 
 
 def run_recording(plan: Plan, static_args: Sequence[Any], recording: Recording, snapshot: Snapshot) -> Outcome | Miss:
@@ -107,7 +117,14 @@ def run_recording(plan: Plan, static_args: Sequence[Any], recording: Recording, 
         return refused
     outputs = recording.launch()
     states = [static_args[use.index] if use.output is None else use.carry.view(use.next_extent) for use in plan.regions]
-    return _outcome(plan, static_args, outputs, states, snapshot)
+    copied = _returned(plan) if recording.static_outputs else set()
+    return _outcome(plan, static_args, outputs, states, copied, snapshot)
+
+
+def _returned(plan: Plan) -> set[int]:
+    """Indices of the states that the code returns anew: eager's views of the old ones are handed out as copies. A view
+    of one that the code writes in place stays one."""
+    return {use.index for use in plan.regions if use.output is not None}
 
 
 def _outcome(
@@ -115,11 +132,13 @@ def _outcome(
     static_args: Sequence[Any],
     outputs: Sequence[Any],
     states: Sequence[torch.Tensor],
+    copied: set[int],
     snapshot: Snapshot,
 ) -> Outcome:
-    carried = {use.output for use in plan.regions}
+    carried = {use.output for use in plan.regions if use.output is not None}
     return Outcome(
         [None if i in carried else aside(o) for i, o in enumerate(outputs)],
+        forms(outputs, static_args, copied, carried),
         [aside(s) for s in states],
         [aside(tensor) for tensor in (*(static_args[i] for i in plan.mutated), *plan.beside)],
         snapshot.generators.read(),

@@ -296,7 +296,8 @@ class NotCompiled(CadenceError):
 
 
 class PassFailed(CadenceError):
-    """A pass raised; the passes that had run before it are named."""
+    """A pass raised, broke what the graph takes and returns, or left a global mode changed; the passes that had run
+    before it are named."""
 
     reason = "pass_failed"
 

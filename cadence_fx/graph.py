@@ -17,7 +17,7 @@ from cadence_fx.admission import Admission
 from cadence_fx.binding import Binding, Instance, scalar_outputs
 from cadence_fx.catalog import CatalogEntry
 from cadence_fx.errors import CadenceError, NotCapturable, RetentionMismatch
-from cadence_fx.layout import Layout, in_layout, is_channels_last, layout_of
+from cadence_fx.layout import Layout, in_layout, is_channels_last, layout_of, strided_copy
 from cadence_fx.ledger import log
 from cadence_fx.pairing import Pairing, extents
 from cadence_fx.parking import awake
@@ -379,7 +379,7 @@ class GraphPlanner:
 
     def run_eager(self, args: Sequence[Any]) -> Any:
         """Run Dynamo's own graph. States it returns go into their carries; states it writes are as before if it
-        raises.
+        raises. Workspaces that autograd may look at later keep their memory.
 
         Raises:
             StaleState: a state that a call has consumed was passed in.
@@ -387,6 +387,8 @@ class GraphPlanner:
         with awake(self.workspaces(args)) as block:
             outputs = self._run_eager(args)
             block.keep(out for out in outputs if isinstance(out, torch.Tensor) and out.layout is torch.strided)
+            if block.woken and _is_recorded(outputs, args):
+                block.keep(self.workspaces(args))
         return outputs
 
     def _run_eager(self, args: Sequence[Any]) -> list[Any]:
@@ -419,7 +421,7 @@ class GraphPlanner:
                 outputs[output] = received.contiguous() if harmless else received
             elif carry.owns(state):
                 outputs[output] = state.clone()
-        return [o.clone() if self._is_carried(o, i) else o for i, o in enumerate(outputs)]
+        return [strided_copy(o) if self._is_carried(o, i) else o for i, o in enumerate(outputs)]
 
     def _is_carried(self, out: Any, index: int) -> bool:
         """An output that is a view of a carry without being a state would change behind the user's back."""
@@ -435,6 +437,13 @@ class GraphPlanner:
         for i, evaluate in self._ints.items():
             outputs[i] = evaluate(args)
         return outputs
+
+
+def _is_recorded(outputs: Sequence[Any], args: Sequence[Any]) -> bool:
+    """Whether autograd may have recorded a call. What a backward reads is then the memory that the call has used, and
+    whoever holds the graph, a result or a buffer that was written, may run one at any time."""
+    holders = (*outputs, *args) if torch.is_grad_enabled() else outputs
+    return any(isinstance(held, torch.Tensor) and held.requires_grad for held in holders)
 
 
 def _hopeless(binding: Binding) -> Miss | None:

@@ -37,6 +37,11 @@ def same_geometry_copy(tensor: torch.Tensor) -> torch.Tensor:
     return buffer.copy_(tensor)
 
 
+def strided_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A private copy with the same strides, where `clone` would close holes and make expanded elements several."""
+    return in_layout(tensor, (tuple(tensor.stride()), 0)) if tensor.numel() else tensor.clone()
+
+
 def is_channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether strides are those of a channels-last image or volume, a format that operators pass on."""
     if len(shape) not in (4, 5):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cadence_fx.layout import layout_of
+from cadence_fx.layout import layout_of, strided_copy
 from cadence_fx.plan import Plan, RegionUse
 from cadence_fx.signature import SCALARS, is_plain
 
@@ -141,8 +141,4 @@ def hand_out(rules: Sequence[OutputRule], raw: Sequence[Any], args: Sequence[Any
 
 
 def _copy(out: torch.Tensor, rule: OutputRule) -> torch.Tensor:
-    if rule.dense:
-        return out.clone()
-    fresh = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
-    fresh.copy_(out)
-    return fresh
+    return out.clone() if rule.dense else strided_copy(out)

@@ -2,8 +2,8 @@
 
 What a workspace holds means nothing between calls, so its memory can be given back between them: a parked tensor keeps
 its shape and strides over a storage of no bytes. The engine gives it memory for eager calls and captures; a class whose
-kernels use it keeps it awake, since they know its address. Code outside the compiled callable that uses a parked
-tensor must do so inside `awake`.
+kernels use it keeps it awake, since they know its address, and so does an eager call that autograd has recorded, since
+a backward may read it. Code outside the compiled callable that uses a parked tensor must do so inside `awake`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from torch.autograd.graph import increment_version
 
 __all__ = ["Awake", "awake", "is_parked", "park"]
 
@@ -22,11 +23,16 @@ def is_parked(tensor: torch.Tensor) -> bool:
 
 
 def park(tensors: Iterable[torch.Tensor]) -> None:
-    """Give the memory of workspaces back. Those whose storage cannot be resized are left alone."""
+    """Give the memory of workspaces back. Those whose storage cannot be resized are left alone.
+
+    It counts as a write: a backward that needs what they held raises, where it would read memory that is gone.
+    """
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.resizable() and storage.nbytes():
             storage.resize_(0)
+        if is_parked(tensor) and not tensor.is_inference():
+            increment_version(tensor)
 
 
 class Awake:

@@ -60,6 +60,7 @@ class Untouched:
                 known[(*prefix, key)] = value
                 if self._program.is_scratch(paths.Origin("module", (*prefix, key))):
                     scratch.add(id(value))
+        self._constant = [t for t in self._python.tensors if not t.requires_grad]
         self._keep([t for t in self._python.tensors if id(t) not in scratch and t.device.type != "meta"])
         self._program.attributes = known
         return self
@@ -120,6 +121,9 @@ class Untouched:
     def __exit__(self, *exc: object) -> None:
         self._program.attributes = None
         self._python.put_back()
+        for tensor in self._constant:
+            if tensor.requires_grad:  # in grad mode a call that writes it makes it a part of its graph
+                tensor.detach_()
         with torch.no_grad():
             for tensor, saved in self._bytes:
                 if not self._is_stale(tensor) and not _is_kept(tensor, saved):

@@ -18,6 +18,7 @@ from torch import fx
 from cadence_fx.branches import on_branches
 from cadence_fx.errors import NotCapturable, PassFailed
 from cadence_fx.kept import Keep, KeptValues
+from cadence_fx.layout import strided_copy
 from cadence_fx.ledger import log
 from cadence_fx.passes import Edit, ParallelBranches, Pass, PassContext, SplitHost, is_needed, run_passes
 from cadence_fx.plan import RegionUse, Way
@@ -187,14 +188,15 @@ def _idle(graph: fx.Graph, traced: fx.Graph, context: PassContext) -> frozenset[
 def written_back(forward: Callable[..., Sequence[Any]], uses: Sequence[RegionUse]) -> Callable[..., list[Any]]:
     """A run of the unrewritten graph with each new state copied into its carry at the end."""
     receiving = [use.output for use in uses if use.output is not None]
+    overwritten = [use.carry for use in uses if use.output is not None]
 
     def run(*everything: Any) -> list[Any]:
         split = len(everything) - len(receiving)
         args, homes = everything[:split], everything[split:]
         outputs = list(forward(*args))
         for i, out in enumerate(outputs):
-            if isinstance(out, torch.Tensor) and any(use.carry.owns(out) for use in uses):
-                outputs[i] = out.clone()
+            if isinstance(out, torch.Tensor) and any(carry.owns(out) for carry in overwritten):
+                outputs[i] = strided_copy(out)
         for output, home in zip(receiving, homes, strict=True):
             home.copy_(outputs[output])
             outputs[output] = home

@@ -15,7 +15,7 @@ import torch.fx as fx
 
 from cadence_fx.errors import NotCapturable
 from cadence_fx.passes.constants import Constants
-from cadence_fx.passes.graphs import GraphFacts, may_write, tensor_val
+from cadence_fx.passes.graphs import GraphFacts, may_write, output_node, tensor_val
 from cadence_fx.passes.movement import is_movement
 
 __all__ = ["give_layout", "reads_layout"]
@@ -24,11 +24,15 @@ aten = torch.ops.aten
 
 
 def reads_layout(gm: fx.GraphModule, states: Sequence[fx.Node]) -> set[fx.Node]:
-    """The states that anything but moves of bytes into fresh, contiguous memory reads, themselves or through views."""
+    """The states that anything but moves of bytes into fresh, contiguous memory reads, themselves or through views.
+
+    So does whoever gets a view of one as a result, whose strides are eager's.
+    """
     facts = GraphFacts(gm.graph)
     constants = Constants(gm, facts)
     by_class = {facts.alias_class(state): state for state in states}
-    found: set[fx.Node] = set()
+    leaving = output_node(gm.graph).all_input_nodes
+    found = {by_class[rep] for node in leaving if (rep := facts.alias_class(node)) in by_class}
     for node in gm.graph.nodes:
         read = {by_class[rep] for arg in node.all_input_nodes if (rep := facts.alias_class(arg)) in by_class}
         if node.op != "call_function" or not read:

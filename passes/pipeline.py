@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch.fx as fx
 
+from cadence_fx._torch_modes import modes_kept
 from cadence_fx._torch_retrace import lazy_module
 from cadence_fx.errors import CadenceError, PassFailed, unknown_name
-from cadence_fx.passes.base import Pass, PassContext
+from cadence_fx.passes.base import Pass, PassContext, PassResult
 from cadence_fx.passes.batch_copies import BatchCopies
 from cadence_fx.passes.captured import Edit
 from cadence_fx.passes.clear_once import ClearOnce
@@ -23,6 +24,7 @@ from cadence_fx.passes.drop_scalings import DropScalings
 from cadence_fx.passes.elide_copies import ElideCopies
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
 from cadence_fx.passes.forward_stores import ForwardStores
+from cadence_fx.passes.graphs import output_node
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
 from cadence_fx.passes.hoist_slow import HoistSlow
 from cadence_fx.passes.jit_chains import JitChains
@@ -165,7 +167,8 @@ def run_passes(
 
     A pass that fails raises ``PassFailed`` with the passes that ran before it, in an earlier run too (``before``); an
     error that already is one of the project's own (such as ``NotCapturable``) says more than that and goes through
-    unchanged.
+    unchanged. A pass has failed, too, that leaves the graph with other inputs or another number of results, or a
+    global mode changed behind it; the modes are put back in every case.
     """
     source, gm = gm, lazy_module(gm, copy.deepcopy(gm.graph))
     gm.meta.update(source.meta)
@@ -174,17 +177,9 @@ def run_passes(
         earlier = (gm.code, _op_counts(gm)) if _debugging() else None
         started = time.perf_counter()
         try:
-            if (requires := getattr(pass_, "requires", None)) is not None:
-                requires(gm, ctx)
-            result = pass_(gm, ctx)
+            with modes_kept():
+                result = _run_pass(pass_, gm, ctx)
             gm = result.graph_module
-            if result.modified:
-                ctx.modified.append(pass_.name)
-                if _is_checked(pass_):
-                    gm.graph.lint()
-                gm.recompile()
-            if (ensures := getattr(pass_, "ensures", None)) is not None:
-                ensures(gm, ctx)
         except CadenceError:
             raise
         except Exception as cause:
@@ -193,6 +188,36 @@ def run_passes(
         if earlier is not None:
             _report(pass_.name, bool(result.modified), time.perf_counter() - started, earlier, gm)
     return gm
+
+
+def _run_pass(pass_: Pass, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+    """Run one pass on a graph and look at what it has made of it."""
+    inputs, results = _interface(gm)
+    if (requires := getattr(pass_, "requires", None)) is not None:
+        requires(gm, ctx)
+    result = pass_(gm, ctx)
+    if result.modified:
+        ctx.modified.append(pass_.name)
+        if _is_checked(pass_):
+            result.graph_module.graph.lint()
+        result.graph_module.recompile()
+    found, made = _interface(result.graph_module)
+    if made != results:
+        raise ValueError(f"the graph returns {made}, and returned {results}")
+    if is_needed(pass_):  # the rewrite of the states appends their destinations
+        found = found[: len(inputs)]
+    if found != inputs:
+        raise ValueError(f"the graph takes {', '.join(found)}, and took {', '.join(inputs)}")
+    if (ensures := getattr(pass_, "ensures", None)) is not None:
+        ensures(result.graph_module, ctx)
+    return result
+
+
+def _interface(gm: fx.GraphModule) -> tuple[list[str], str]:
+    """The names of the inputs of a graph, and what it returns, in words."""
+    results = output_node(gm.graph).args[0]
+    made = f"a list of {len(results)}" if isinstance(results, (list, tuple)) else "no list"
+    return [node.name for node in gm.graph.find_nodes(op="placeholder")], made
 
 
 def _is_checked(pass_: Pass) -> bool:

@@ -72,7 +72,7 @@ class Pair:
         self.kept: list[tuple[Tensor, Tensor]] = []
         self.addresses: dict[str, set[int]] = {}
         self.calls = 0
-        self.strides = True  # outputs have eager's strides; a view of a state has the carry's
+        self.strides = True  # outputs have eager's strides; one that is a state itself has the carry's
         self.before: dict[str, Any] = {}
         if warm:
             self.warm_up()

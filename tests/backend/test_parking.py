@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import cadence_fx
 from cadence_fx import Clock, Contract, KeepLast, Region
+from cadence_fx.errors import NotServed
 from cadence_fx.lookup import program_of
 from cadence_fx.parking import awake, is_parked, park
 from tests.harness import assert_same, compile_with
@@ -115,12 +118,88 @@ def test_workspace_that_a_kernel_reads_stays_awake() -> None:
     assert program_of(step, "test").ledger.replays == 4
 
 
+def test_a_launch_counts_as_a_write_of_the_workspace_that_it_uses() -> None:
+    """A graph launches past PyTorch's count, and a backward that needs what the workspace held must raise."""
+    for kind, used in ((Reads, True), (Passes, False)):
+        _, step = start(kind, parked=True)
+        for _, table in program_of(step, "test").graphs:
+            for entry in table.classes.values():
+                assert ("self.work" in [table.names[i] for i in entry.touched]) == used
+
+
 def test_result_that_is_a_view_of_a_workspace_keeps_it() -> None:
     module, step = start(Passes, parked=True)
     handing, hands = start(HandsOut, parked=True)
     out, _ = hands(torch.randn(X), torch.randn(X))
     assert not is_parked(handing.work) and out.isfinite().all()
     assert is_parked(module.work)
+
+
+class Saved(nn.Module):
+    """No class uses the workspace, and autograd saves a part of it for the backward. What is written there requires
+    grad where `trained`."""
+
+    work: Tensor
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(C))
+        self.trained = trained
+        self.register_buffer("work", torch.zeros(12, B, C), persistent=False)
+
+    def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        raw = torch.cat([cache, x * self.weight if self.trained else x], 0)
+        self.work[: raw.size(0)] = raw
+        kept = self.work[: raw.size(0)]
+        return kept * self.weight, kept[-6:].clone()
+
+
+def saved_contract() -> Contract:
+    cache, work = contract().regions
+    return Contract(contract().clocks, (dataclasses.replace(cache, axis=0), dataclasses.replace(work, axis=0)))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_backward_reads_the_workspace_of_a_call_that_autograd_has_recorded(trained: bool) -> None:
+    """Its memory was given back, and the backward read what is at address 0."""
+    module = Saved(trained)
+    twin = copy.deepcopy(module)
+    step = compile_with(module, saved_contract())
+    park([module.work])
+    x, cache = torch.randn(2, B, C), torch.randn(2, B, C)
+    cadence_fx.warm_up(step, x, cache)
+    assert is_parked(module.work) and not module.work.requires_grad
+    for _ in range(2):
+        with torch.enable_grad():
+            (y, new), (want, expected) = step(x, cache), twin(x, cache)
+            assert_same(y, want, "output")
+            assert_same(new, expected, "state")
+            assert module.work.requires_grad == twin.work.requires_grad == trained  # a write of it does that in eager
+            y.sum().backward(retain_graph=True)
+            want.sum().backward(retain_graph=True)
+        assert module.weight.grad is not None and twin.weight.grad is not None
+        assert_same(module.weight.grad, twin.weight.grad, "gradient")
+        assert not is_parked(module.work)
+        assert_same(step(x, cache)[0], twin(x, cache)[0], "output of a replay")
+    ledger = program_of(step, "test").ledger
+    assert ledger.replays == 2 and ledger.misses == {"requires_grad": 2}
+
+
+def test_a_backward_through_a_parked_workspace_raises() -> None:
+    module = Saved(trained=False)
+    with torch.enable_grad():
+        y, _ = module(torch.randn(2, B, C), torch.randn(2, B, C))
+        park([module.work])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_a_warm_up_in_grad_mode_leaves_no_graph_behind() -> None:
+    module = Saved(trained=True)
+    step = compile_with(module, saved_contract())
+    with torch.enable_grad(), pytest.raises(NotServed, match="requires_grad"):
+        cadence_fx.warm_up(step, torch.randn(2, B, C), torch.randn(2, B, C))
+    assert not module.work.requires_grad and module.work.grad_fn is None
 
 
 def test_audit_of_a_parked_step() -> None:

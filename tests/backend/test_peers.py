@@ -59,7 +59,6 @@ class OutputsAreViewsOfState(Toy):
 def test_A4_outputs_are_kept_and_read_at_the_end() -> None:
     """NVIDIA-NeMo/Speech#15863: per-chunk outputs in a list, here views of the very states that are overwritten."""
     pair = Pair(on_argument(OutputsAreViewsOfState, 3, kept("cache", 1, 2, KeepLast(9)), (B, 2, C)))
-    pair.strides = False
     for _ in range(20):
         pair.call()
     pair.check_kept()

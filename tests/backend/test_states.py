@@ -1,5 +1,6 @@
 """States in the shapes that users give them: shared, expanded, kept and reused, in lists, dicts and odd dtypes."""
 
+import contextlib
 import copy
 from collections import Counter
 from collections.abc import Callable
@@ -139,9 +140,9 @@ class OutputIsAttribute(Toy):
         return self.hist
 
 
-def outputs_survive(stream: Stream) -> None:
+def outputs_survive(stream: Stream, strides: bool = False) -> None:
     pair = Pair(stream)
-    pair.strides = False
+    pair.strides = strides
     for _ in range(10):
         pair.call()
     pair.check_kept()
@@ -159,7 +160,7 @@ def output_is_state(how: str) -> Stream:
 @pytest.mark.parametrize("how", ["itself", "a slice", "a view", "detached"])
 def test_an_output_that_is_the_state(how: str) -> None:
     """One tensor leaves as output and as state; the user keeps the output."""
-    outputs_survive(output_is_state(how))
+    outputs_survive(output_is_state(how), strides=how != "itself")
 
 
 def test_an_output_that_is_the_old_state() -> None:
@@ -342,3 +343,33 @@ def test_operators_that_pass_the_strides_of_a_state_on(read: Callable[[Tensor], 
         (y, theirs), (z, mine) = step(x, theirs), compiled(x, mine)
         assert_same(z, y, f"call {call}")
         assert_same(mine, theirs, f"call {call}, state")
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda state: state[:, :2],
+        lambda state: state[:, :, ::2],
+        lambda state: state.transpose(1, 2),
+        lambda state: state[:, :1].expand(-1, 3, -1),
+    ],
+    ids=["slice", "holes", "transpose", "expand"],
+)
+def test_a_result_that_is_a_view_of_the_old_state_has_eagers_strides(look: Callable[[Tensor], Tensor]) -> None:
+    """Eager's state is a slice of a longer tensor, and the carry is not."""
+
+    def step(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return look(state), torch.cat([state, x], 1)[:, -6:]
+
+    region = Region("state", argument="state", result=1, axis=1, clock="frames", start=2, retention=KeepLast(6))
+    compiled = compile_with(step, Contract((Clock("frames", 2),), (region,)))
+    cadence_fx.warm_up(compiled, torch.randn(2, 2, C), torch.randn(2, 2, C))
+    mine = theirs = torch.randn(2, 2, C)
+    for call in range(6):
+        x = torch.randn(2, 2, C)
+        with cadence_fx.disabled() if call == 4 else contextlib.nullcontext():
+            z, mine = compiled(x, mine)
+        y, theirs = step(x, theirs)
+        assert_same(z, y, f"call {call}")
+        assert z.stride() == y.stride(), f"call {call}"
+    assert cadence_fx.report(compiled)["misses"] == {"disabled": 1}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import cadence_fx
+from cadence_fx import ways
 from tests.harness import MODES, Pair, check_stream
 from tests.streams import BY_NAME, STREAMS, Stream, declared, visits
 from tests.toys import BufferShift
@@ -57,14 +58,18 @@ class OutputsBuffer(BufferShift):
         return self.hist[:, -2:]
 
 
-def test_an_output_that_is_a_view_of_a_buffer_stays_one() -> None:
+@pytest.mark.parametrize("rewritten", [True, False])
+def test_an_output_that_is_a_view_of_a_buffer_stays_one(rewritten: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager hands out a view of memory that later calls write, and so does a replay."""
+    if not rewritten:
+        monkeypatch.setattr(ways, "_rewritten", lambda *args: None)
     with torch.no_grad():
         pair = Pair(replace(BY_NAME["BufferShift"], module=OutputsBuffer))
         for _ in range(5):
             pair.call()
             pair.check_kept()
         assert len({a.data_ptr() for a, _ in pair.kept}) == 1
+        assert pair.missed() == Counter()
 
 
 def test_every_class_of_a_stream_is_captured_once() -> None:

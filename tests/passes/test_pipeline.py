@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.fx as fx
@@ -73,6 +76,76 @@ def test_failure_names_the_pass_and_those_before_it() -> None:
 def test_requirement_that_does_not_hold() -> None:
     with pytest.raises(PassFailed, match="'demanding' failed: ValueError: the moon is not full"):
         run_passes(graph(), PassContext(), [Demanding()])
+
+
+class Edits(Idle):
+    """Changes what the graph takes and returns, and says nothing of it."""
+
+    name = "edits"
+
+    def __init__(self, edit: Callable[[fx.Graph], object]) -> None:
+        self.edit = edit
+
+    def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+        self.edit(gm.graph)
+        return PassResult(gm, False)
+
+
+def set_results(graph: fx.Graph, results: Any) -> None:
+    graph.output_node().args = (results,)
+
+
+def first_result(graph: fx.Graph) -> Any:
+    return graph.output_node().args[0][0]  # type: ignore[index]
+
+
+def drop_input(graph: fx.Graph) -> None:
+    unused = graph.find_nodes(op="placeholder")[1]
+    graph.erase_node(unused)
+
+
+def add_input(graph: fx.Graph) -> None:
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+        graph.placeholder("another")
+
+
+@pytest.mark.parametrize(
+    ("edit", "why"),
+    [
+        (
+            lambda graph: set_results(graph, (first_result(graph),)),
+            "the graph returns a list of 1, and returned a list of 2",
+        ),
+        (
+            lambda graph: set_results(graph, (first_result(graph),) * 3),
+            "the graph returns a list of 3, and returned a list of 2",
+        ),
+        (lambda graph: set_results(graph, first_result(graph)), "the graph returns no list, and returned a list of 2"),
+        (drop_input, "the graph takes x_1, and took x_1, y_1"),
+        (add_input, "the graph takes x_1, y_1, another, and took x_1, y_1"),
+    ],
+    ids=["drops a result", "adds one", "no list", "drops an input", "adds one"],
+)
+def test_a_pass_that_changes_what_the_graph_takes_or_returns(edit: Callable[[fx.Graph], object], why: str) -> None:
+    gm = trace(lambda x, y: (x + 1, x * 2), X, X)
+    with pytest.raises(PassFailed, match=f"'edits' failed: .*{why}"):
+        run_passes(gm, PassContext(), [Idle(), Edits(edit)])
+
+
+@pytest.mark.parametrize("error", [None, KeyError("x"), NotCapturable("host_read", "item")])
+def test_a_pass_that_leaves_modes_changed(error: Exception | None) -> None:
+    def leave(graph: fx.Graph) -> None:
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float64)
+        if error is not None:
+            raise error
+
+    what = "leaves grad mode, default dtype changed" if error is None else "x|item"
+    expected = NotCapturable if isinstance(error, NotCapturable) else PassFailed
+    with torch.no_grad():
+        with pytest.raises(expected, match=what):
+            run_passes(graph(), PassContext(), [Edits(leave), Broken(AssertionError("it goes on"))])
+        assert not torch.is_grad_enabled() and torch.get_default_dtype() is torch.float32
 
 
 def test_refusal_goes_through_unchanged() -> None:
