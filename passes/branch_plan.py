@@ -67,7 +67,7 @@ class Work:
             if node in needs.index:
                 given = {storage_of(t) for a in node.all_input_nodes for t in tensors_in(a.meta.get("val"))}
                 fresh = {storage_of(t): t for t in tensors_in(node.meta.get("val")) if storage_of(t) not in given}
-                if fresh or not list(tensors_in(node.meta.get("val"))):
+                if fresh or not tensors_in(node.meta.get("val")):
                     value.makers.append(needs.index[node])
                     value.bytes += sum(t.untyped_storage().nbytes() for t in fresh.values())
         return list(found.values())

@@ -113,8 +113,8 @@ class Dependencies:
         pinned: for each call, whether it has to stay in the main row.
     """
 
-    def __init__(self, graph: fx.Graph, slots: Iterable[RegionSlot] = ()) -> None:
-        self.facts = GraphFacts(graph)
+    def __init__(self, graph: fx.Graph, facts: GraphFacts, slots: Iterable[RegionSlot] = ()) -> None:
+        self.facts = facts
         self.calls: list[fx.Node] = []
         self.index: dict[fx.Node, int] = {}
         self.before: list[list[int]] = []

@@ -40,7 +40,7 @@ class LateWrites:
     name = "late_writes"
 
     def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
-        needs = Dependencies(gm.graph, ctx.regions)
+        needs = Dependencies(gm.graph, ctx.facts_of(gm.graph), ctx.regions)
         moved = 0
         for call, node in enumerate(needs.calls):
             last = _last_reader(needs, call, node)

@@ -56,7 +56,8 @@ class MergeCommon:
 
     def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
         read_once = _merge_attributes(gm.graph)
-        merging = _Merging(gm.graph, ctx)
+        facts = GraphFacts(gm.graph) if read_once else ctx.facts_of(gm.graph)
+        merging = _Merging(gm.graph, facts, ctx)
         for node in list(gm.graph.nodes):
             merging.visit(node)
         if merging.merged or merging.left_out:
@@ -70,9 +71,9 @@ class MergeCommon:
 
 
 class _Merging:
-    def __init__(self, graph: fx.Graph, ctx: PassContext) -> None:
+    def __init__(self, graph: fx.Graph, facts: GraphFacts, ctx: PassContext) -> None:
         self._graph = graph
-        self._facts = GraphFacts(graph)
+        self._facts = facts
         self._results = set(output_node(graph).all_input_nodes)
         self._leaving = {self._facts.alias_class(result) for result in self._results}
         self._reshaped = self._classes_reshaped_in_place()
@@ -186,7 +187,7 @@ def _may_do_anything(node: fx.Node) -> bool:
 
 def _is_function(node: fx.Node) -> bool:
     """Whether the value depends on the arguments alone, and consists of tensors."""
-    if node.op != "call_function" or is_impure(node) or next(tensors_in(node.meta.get("val")), None) is None:
+    if node.op != "call_function" or is_impure(node) or not tensors_in(node.meta.get("val")):
         return False
     if node.target is operator.getitem:
         return True

@@ -61,7 +61,7 @@ def _clock(
 def _holds_tensors(val: Any) -> bool:
     if isinstance(val, (list, tuple)):
         return bool(val) and all(isinstance(each, torch.Tensor) for each in val)
-    return any(True for _ in tensors_in(val))
+    return bool(tensors_in(val))
 
 
 def _only_computes(node: fx.Node) -> bool:

@@ -23,6 +23,7 @@ from cadence_fx.passes.drop_scalings import DropScalings
 from cadence_fx.passes.elide_copies import ElideCopies
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
 from cadence_fx.passes.forward_stores import ForwardStores
+from cadence_fx.passes.graphs import SharedFacts
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
 from cadence_fx.passes.hoist_slow import HoistSlow
 from cadence_fx.passes.jit_chains import JitChains
@@ -170,6 +171,7 @@ def run_passes(
     source, gm = gm, lazy_module(gm, copy.deepcopy(gm.graph))
     gm.meta.update(source.meta)
     done = list(before)
+    ctx.shared = SharedFacts()
     for pass_ in default_passes() if passes is None else passes:
         earlier = (gm.code, _op_counts(gm)) if _debugging() else None
         started = time.perf_counter()
@@ -183,6 +185,7 @@ def run_passes(
                 if _is_checked(pass_):
                     gm.graph.lint()
                 gm.recompile()
+                ctx.shared.forget()
             if (ensures := getattr(pass_, "ensures", None)) is not None:
                 ensures(gm, ctx)
         except CadenceError:
@@ -192,6 +195,7 @@ def run_passes(
         done.append(pass_.name)
         if earlier is not None:
             _report(pass_.name, bool(result.modified), time.perf_counter() - started, earlier, gm)
+    ctx.shared = None  # nobody tells of changes from here on
     return gm
 
 

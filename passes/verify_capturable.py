@@ -49,7 +49,7 @@ class VerifyCapturable:
         self._crosses = crosses
 
     def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
-        facts = GraphFacts(gm.graph)
+        facts = ctx.facts_of(gm.graph)
         allowed = _writable(gm.graph, facts, ctx)
         accelerated = any(_is_accelerated(node) for node in gm.graph.nodes)
         for node in gm.graph.nodes:
