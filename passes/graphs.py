@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cadence_fx._torch import storage_identity
+from cadence_fx._torch import storage_identity, traced_view
 from cadence_fx.passes.operators import KNOWN_NAMESPACES, OpOverload, Place, operator_of
 
 __all__ = [
@@ -46,6 +46,21 @@ ALLOCATIONS = {
     aten.empty_strided.default,
     aten.new_empty.default,
     aten.new_empty_strided.default,
+}
+
+# Operators that give one view of their first argument, or, for `reshape`, a copy where there is none.
+_VIEWS = {
+    aten.as_strided.default,
+    aten.expand.default,
+    aten.permute.default,
+    aten.reshape.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.squeeze.dim,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.view.default,
 }
 
 
@@ -134,7 +149,7 @@ def add_tensor(gm: fx.GraphModule, prefix: str, value: torch.Tensor, like: torch
 def emit(graph: fx.Graph, target: Any, *args: Any, like: fx.Node) -> fx.Node:
     """Append ``target(*args)`` at the insertion point, with its value traced and the origin of ``like``."""
     node = graph.call_function(target, args)
-    node.meta["val"] = target(*fx.map_arg(args, lambda arg: arg.meta["val"]))
+    trace_again(node)
     for key in ("stack_trace", "nn_module_stack"):
         if key in like.meta:
             node.meta[key] = like.meta[key]
@@ -142,8 +157,12 @@ def emit(graph: fx.Graph, target: Any, *args: Any, like: fx.Node) -> fx.Node:
 
 
 def trace_again(node: fx.Node) -> None:
-    """The traced value of a view follows what it is a view of now: later passes tell aliases by it."""
+    """The traced value of a node follows what it is made of now: later passes tell aliases by it."""
     target: Any = node.target
+    base = node.args[0] if node.args else None
+    if target in _VIEWS and isinstance(base, fx.Node) and node.all_input_nodes == [base]:
+        node.meta["val"] = traced_view(target, base.meta["val"], *node.args[1:], **node.kwargs)
+        return
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
     node.meta["val"] = target(*args, **kwargs)
 

@@ -42,6 +42,7 @@ from cadence_fx.passes.graphs import (
     output_node,
     schema,
     tensors_in,
+    trace_again,
 )
 from cadence_fx.passes.homes import Homes
 from cadence_fx.passes.movement import is_inert_dropout
@@ -227,9 +228,7 @@ def _returns_input(node: fx.Node) -> bool:
 def _show_memory(node: fx.Node) -> None:
     """Trace a view anew if its argument has become another, so that later passes see whose memory it is."""
     if not _is_view(node):
-        target: Any = node.target
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
-        node.meta["val"] = target(*args, **kwargs)
+        trace_again(node)
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
