@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import operator
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from cadence_fx._torch import storage_identity, traced_view
 from cadence_fx.passes.operators import KNOWN_NAMESPACES, OpOverload, Place, operator_of
@@ -172,6 +172,11 @@ class GraphFacts:
 
     Two nodes are in one class when they may share memory. Storage identity of the traced values decides, joined with
     what the schemas say, so that a value with a lost storage still joins its base.
+
+    Attributes:
+        order: node -> its position.
+        storages: node -> the identities of the storages of its tensors, in order.
+        writes: representative of a class -> nodes that may write it, in order.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -179,6 +184,7 @@ class GraphFacts:
         self._parent: dict[fx.Node, fx.Node] = {}
         by_name: dict[str, fx.Node] = {}
         by_storage: dict[int, fx.Node] = {}  # the traced values live as long as the graph, and so do their storages
+        self.storages: dict[fx.Node, tuple[int, ...]] = {}
         writing: list[tuple[fx.Node, tuple[fx.Node, ...]]] = []
         for node in self.order:
             self._parent[node] = node
@@ -188,16 +194,19 @@ class GraphFacts:
                     self._join(node, by_name[node.meta[MEMORY_OF]])
             for source in _schema_aliases(node):
                 self._join(node, source)
-            for tensor in tensors_in(node.meta.get("val")):
-                first = by_storage.setdefault(storage_identity(tensor), node)
+            self.storages[node] = tuple(map(storage_identity, tensors_in(node.meta.get("val"))))
+            for storage in self.storages[node]:
+                first = by_storage.setdefault(storage, node)
                 if first is not node:
                     self._join(node, first)
             if written := may_write(node):
                 writing.append((node, written))
-        self.writes: dict[fx.Node, list[fx.Node]] = {}  # class representative -> nodes that may write it, in order
+        self.writes: dict[fx.Node, list[fx.Node]] = {}
+        self._positions: dict[fx.Node, list[int]] = {}  # of the nodes in `writes`
         for node, written in writing:
             for rep in dict.fromkeys(map(self.alias_class, written)):
                 self.writes.setdefault(rep, []).append(node)
+                self._positions.setdefault(rep, []).append(self.order[node])
 
     def alias_class(self, node: fx.Node) -> fx.Node:
         """The representative of the class of ``node``."""
@@ -208,8 +217,12 @@ class GraphFacts:
 
     def writes_to(self, node: fx.Node, after: int = -1, before: int | None = None) -> list[fx.Node]:
         """Nodes that may write the memory of ``node`` at positions ``after < position < before``."""
-        end = len(self.order) if before is None else before
-        return [w for w in self.writes.get(self.alias_class(node), ()) if after < self.order[w] < end]
+        rep = self.alias_class(node)
+        positions = self._positions.get(rep)
+        if positions is None:
+            return []
+        end = len(positions) if before is None else bisect_left(positions, before)
+        return self.writes[rep][bisect_right(positions, after) : end]
 
     def aliases(self, left: fx.Node, right: fx.Node) -> bool:
         """Whether the two may share memory."""
@@ -218,7 +231,7 @@ class GraphFacts:
     @staticmethod
     def same_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
         """Whether two traced tensors have one storage."""
-        return StorageWeakRef(left.untyped_storage()) == StorageWeakRef(right.untyped_storage())
+        return storage_identity(left) == storage_identity(right)
 
     def _join(self, left: fx.Node, right: fx.Node) -> None:
         self._parent[self.alias_class(left)] = self.alias_class(right)

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from cadence_fx._torch import storage_identity
 from cadence_fx.passes.base import PassContext, PassResult
 from cadence_fx.passes.graphs import (
     ALLOCATIONS,
@@ -46,6 +47,7 @@ from cadence_fx.passes.graphs import (
 )
 from cadence_fx.passes.homes import Homes
 from cadence_fx.passes.movement import is_inert_dropout
+from cadence_fx.passes.operators import operator_of
 
 __all__ = ["MergeCommon"]
 
@@ -149,7 +151,7 @@ class _Merging:
         return {
             node
             for node in self._graph.nodes
-            if _is_function(node) and _is_view(node) and self._facts.alias_class(node) not in unclear
+            if _is_view(node) and _is_function(node) and self._facts.alias_class(node) not in unclear
         }
 
     def _classes_reshaped_in_place(self) -> set[fx.Node]:
@@ -200,12 +202,12 @@ def _is_view(node: fx.Node) -> bool:
     """Whether the value certainly is memory of an argument, so that writes in between are seen through both of two."""
     if node.target is operator.getitem:
         return True
-    if all(returned.alias_info is None for returned in schema(node).returns):
+    if not isinstance(node.target, OpOverload) or not operator_of(node.target).aliased:
         return False
-    sources = [tensor for source in node.all_input_nodes for tensor in tensors_in(source.meta.get("val"))]
-    return all(
-        any(GraphFacts.same_memory(tensor, source) for source in sources) for tensor in tensors_in(node.meta["val"])
-    )
+    given = {
+        storage_identity(tensor) for source in node.all_input_nodes for tensor in tensors_in(source.meta.get("val"))
+    }
+    return given.issuperset(map(storage_identity, tensors_in(node.meta.get("val"))))
 
 
 def _returns_input(node: fx.Node) -> bool:
@@ -220,7 +222,8 @@ def _returns_input(node: fx.Node) -> bool:
         # Eager returns the very tensor. The traced value has memory of its own, and may have other strides, with which
         # everything after it was traced.
         return have.stride() == want.stride()
-    if not _is_function(node) or not _is_view(node) or not GraphFacts.same_memory(have, want):
+    # What most nodes fail comes first.
+    if not GraphFacts.same_memory(have, want) or not _is_view(node) or not _is_function(node):
         return False
     return _geometry(have) == _geometry(want)
 
@@ -239,6 +242,8 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _canonical(value: Any) -> Hashable | None:
     """Arguments as a key that tells 0.0, -0.0, 0 and False apart; None if they hold what cannot be compared."""
+    if type(value) in (fx.Node, int):
+        return type(value), value
     if isinstance(value, (list, tuple)):
         items = [_canonical(item) for item in value]
         return None if None in items else ("items", *items)

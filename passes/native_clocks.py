@@ -71,6 +71,6 @@ def _only_computes(node: fx.Node) -> bool:
         return True
     if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
         return False
-    if draws(node) or reads_value(target) or may_write(node) or not schema(node).returns:
+    if reads_value(target) or may_write(node) or draws(node) or not schema(node).returns:
         return False
     return "empty" not in target._schema.name  # memory that nothing has written may hold anything

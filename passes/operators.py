@@ -42,7 +42,9 @@ class Operator:
         by_value: the traced values alone know whether memory is shared.
         may_return_input: it may return an argument, and neither its schema nor its traced value tells.
         has_statistics: it is a normalisation, which updates its statistics without saying so.
+        may_draw: it may draw random numbers.
         has_effect: dropping a call could be observed, whatever the arguments are.
+        reads_value: the host needs a value of the arguments to go on: as a number, or as the size of a result.
     """
 
     target: Any
@@ -52,7 +54,9 @@ class Operator:
     by_value: bool
     may_return_input: bool
     has_statistics: bool
+    may_draw: bool
     has_effect: bool
+    reads_value: bool
 
 
 _known: dict[int, Operator] = {}
@@ -73,6 +77,7 @@ def _read(target: Any) -> Operator:
     writes = schema.is_mutable and target is not aten.detach_.default  # detach_ changes no byte
     shares = any(returned.alias_info is not None for returned in schema.returns)
     has_statistics = any(a.name == "running_mean" for a in schema.arguments)
+    may_draw = torch.Tag.nondeterministic_seeded in target.tags
     return Operator(
         target,
         {a.name: a.default_value if a.has_default_value() else None for a in schema.arguments},
@@ -81,8 +86,8 @@ def _read(target: Any) -> Operator:
         target in _ALIASES_BY_VALUE,
         torch.Tag.maybe_aliasing_or_mutating in target.tags and not has_statistics,
         has_statistics,
+        may_draw,
         # An operator of someone else's may have effects that its schema does not tell.
-        torch.Tag.nondeterministic_seeded in target.tags
-        or target.namespace not in KNOWN_NAMESPACES
-        or not schema.returns,
+        may_draw or target.namespace not in KNOWN_NAMESPACES or not schema.returns,
+        torch.Tag.data_dependent_output in target.tags or torch.Tag.dynamic_output_shape in target.tags,
     )
