@@ -42,7 +42,6 @@ class _Memory:
     """The accesses so far of one memory, by box; each box knows its last writer and who has read it since."""
 
     boxes: dict[tuple[object, Box | None], int] = field(default_factory=dict)
-    bounds: list[tuple[int, int]] = field(default_factory=list)
     meets: list[list[int]] = field(default_factory=list)
     within: list[list[int]] = field(default_factory=list)  # the boxes that a write of this one replaces
     writer: list[int | None] = field(default_factory=list)

@@ -194,8 +194,8 @@ class GraphFacts:
                     self._join(node, by_name[node.meta[MEMORY_OF]])
             for source in _schema_aliases(node):
                 self._join(node, source)
-            self.storages[node] = tuple(map(storage_identity, tensors_in(node.meta.get("val"))))
-            for storage in self.storages[node]:
+            self.storages[node] = mine = tuple(map(storage_identity, tensors_in(node.meta.get("val"))))
+            for storage in mine:
                 first = by_storage.setdefault(storage, node)
                 if first is not node:
                     self._join(node, first)
