@@ -22,6 +22,7 @@ from torch import fx
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.utils import graph_break_reasons
 from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.overrides import TorchFunctionMode as TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -381,6 +382,19 @@ def storage_users(identity: int) -> int:
 def storage_identity(tensor: torch.Tensor) -> int:
     """What tells a tensor's storage from every other that is alive."""
     return tensor.untyped_storage()._cdata
+
+
+def traced_view(target: Any, base: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """What an operator that gives one view makes of a traced tensor.
+
+    Dispatching to the tracer costs ten times what the view itself does, which decides the geometry. What else the
+    tracer could add (a constant's value, a gradient's history) the tensor must not have.
+    """
+    if type(base) is not FakeTensor or base.constant is not None or base.requires_grad:
+        return target(base, *args, **kwargs)  # type: ignore[no-any-return]
+    with in_kernel_invocation_manager(base.fake_mode):
+        seen = target(base, *args, **kwargs)
+    return FakeTensor(base.fake_mode, seen, base.fake_device)
 
 
 def tensor_owners(tensor: torch.Tensor) -> int:

@@ -234,9 +234,11 @@ class _Copier(fx.Interpreter):
         known = self._described.get(id(tensor))
         if known is not None:
             return known
-        if type(tensor) is not FakeTensor or tensor.layout is not torch.strided or tensor.constant is not None:
+        if type(tensor) is not FakeTensor or tensor.constant is not None:
             raise _Unlike
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction():  # the tracer's mode would look at every attribute that is read
+            if tensor.layout is not torch.strided:
+                raise _Unlike
             slot = get_proxy_slot(tensor, self._tracer, None)
             if slot is None or slot.constant is not None or tensor.is_conj() or tensor.is_neg():
                 raise _Unlike
@@ -433,10 +435,10 @@ _UNKNOWN = object()
 
 def _value(val: Any, homes: dict[int, tuple[_Slot, int, torch.dtype]], number: int) -> _Value:
     """The description of a traced tensor; it becomes the home of those that share its memory later."""
-    if type(val) is not FakeTensor or val.layout is not torch.strided or val.constant is not None:
+    if type(val) is not FakeTensor or val.constant is not None:
         raise _Unlike
     with torch._C.DisableTorchFunction():
-        if val.requires_grad or val.is_conj() or val.is_neg():
+        if val.layout is not torch.strided or val.requires_grad or val.is_conj() or val.is_neg():
             raise _Unlike
         storage, offset = val.untyped_storage(), int(val.storage_offset())
         shape, stride = tuple(val.shape), val.stride()

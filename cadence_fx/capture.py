@@ -41,12 +41,8 @@ class ReplayClass:
         effects: the verdict under which it was admitted.
         returned: the states that leave the call as they came.
         reached: what a plain callable found in Python objects; None for a graph.
-<<<<<<< HEAD
         ready_seconds: what its program had taken to compile when it was admitted.
-        touched: arguments that a launch writes where they are.
-=======
         touched: arguments that a launch writes where they are; workspaces too, since a backward may need what one held.
->>>>>>> faults
         beside: what else it writes, as the tensors that a plain callable has.
         written: storage addresses of what the code writes in place and no call may bring under another name.
     """

@@ -15,6 +15,8 @@ import torch
 import torch.fx as fx
 from torch.fx.passes.infra.pass_base import PassResult
 
+from cadence_fx.passes.graphs import GraphFacts, SharedFacts
+
 if TYPE_CHECKING:
     from cadence_fx.contract import Region
 
@@ -143,6 +145,11 @@ class PassContext:
     keep: Callable[[str, torch.Tensor], torch.Tensor] | None = None
     slow: SlowPart | None = None  # what runs before the first launch, and after a write on an input at a fixed address
     branches: Branches | None = None  # how the graph runs on several branches of its device; None: in one row
+    shared: SharedFacts | None = None  # the runner's, which knows when the graph has changed
+
+    def facts_of(self, graph: fx.Graph) -> GraphFacts:
+        """Facts of a graph as a pass finds it. One that has changed it makes its own."""
+        return GraphFacts(graph) if self.shared is None else self.shared.of(graph)
 
 
 @runtime_checkable

@@ -42,7 +42,7 @@ class BatchCopies:
     name = "batch_copies"
 
     def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
-        facts = GraphFacts(gm.graph)
+        facts = ctx.facts_of(gm.graph)
         homes = Homes(gm.graph, facts, ctx)
         runs: list[list[fx.Node]] = [[]]
         for node in gm.graph.nodes:

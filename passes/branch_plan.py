@@ -17,7 +17,7 @@ import torch.fx as fx
 
 from cadence_fx.passes.base import Branches, Step
 from cadence_fx.passes.costs import CROSSING
-from cadence_fx.passes.dependencies import Dependencies, storage_of
+from cadence_fx.passes.dependencies import Dependencies
 from cadence_fx.passes.graphs import output_node, tensors_in
 
 __all__ = ["Work", "plan_branches"]
@@ -65,9 +65,11 @@ class Work:
             value.members.append(node)
             value.last = max([value.last, place[node], *(place[user] for user in node.users)])
             if node in needs.index:
-                given = {storage_of(t) for a in node.all_input_nodes for t in tensors_in(a.meta.get("val"))}
-                fresh = {storage_of(t): t for t in tensors_in(node.meta.get("val")) if storage_of(t) not in given}
-                if fresh or not list(tensors_in(node.meta.get("val"))):
+                storages = needs.facts.storages
+                given = {storage for argument in node.all_input_nodes for storage in storages[argument]}
+                made = dict(zip(storages[node], tensors_in(node.meta.get("val")), strict=True))
+                fresh = {storage: tensor for storage, tensor in made.items() if storage not in given}
+                if fresh or not made:
                     value.makers.append(needs.index[node])
                     value.bytes += sum(t.untyped_storage().nbytes() for t in fresh.values())
         return list(found.values())

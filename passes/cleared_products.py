@@ -72,7 +72,8 @@ class ClearedProducts:
 
     def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
         graph = gm.graph
-        products = self._find(graph)
+        facts = ctx.facts_of(graph)
+        products = self._find(graph, facts)
         if len(products) < _FEWEST:
             return PassResult(gm, False)
         order = list(graph.nodes)
@@ -86,7 +87,7 @@ class ClearedProducts:
                 buffers.append(add_tensor(gm, "_cleared_", memory, like.new_empty(_SLOTS * slot)))
                 ctx.cleared.append(memory)
                 emit(graph, aten.zero_.default, buffers[-1], like=products[0].node)
-        views = self._views(products)
+        views = _views(facts, products)
         groups = [products[at : at + _SLOTS] for at in range(0, len(products), _SLOTS)]
         for number in range(2, len(groups)):
             with graph.inserting_after(order[max(product.last_use for product in groups[number - 2])]):
@@ -99,18 +100,7 @@ class ClearedProducts:
         ctx.notes.append(f"{self.name}: {len(products)} products in {len(groups)} groups of cleared memory")
         return PassResult(gm, True)
 
-    def _views(self, products: list[_Product]) -> dict[fx.Node, list[fx.Node]]:
-        """What shares the memory of each product, in order."""
-        of = {self._facts.alias_class(product.node): product.node for product in products}
-        found: dict[fx.Node, list[fx.Node]] = {}
-        for node in self._facts.order:
-            product = of.get(self._facts.alias_class(node))
-            if product is not None and product is not node:
-                found.setdefault(product, []).append(node)
-        return found
-
-    def _find(self, graph: fx.Graph) -> list[_Product]:
-        facts = self._facts = GraphFacts(graph)
+    def _find(self, graph: fx.Graph, facts: GraphFacts) -> list[_Product]:
         last: dict[fx.Node, int] = {}
         for node, position in facts.order.items():
             for used in node.all_input_nodes:
@@ -143,6 +133,17 @@ class ClearedProducts:
             and weight.shape[1] >= weight.shape[0]
             and 0 < result.numel() <= _LARGEST
         )
+
+
+def _views(facts: GraphFacts, products: list[_Product]) -> dict[fx.Node, list[fx.Node]]:
+    """What shares the memory of each product, in order."""
+    of = {facts.alias_class(product.node): product.node for product in products}
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in facts.order:
+        product = of.get(facts.alias_class(node))
+        if product is not None and product is not node:
+            found.setdefault(product, []).append(node)
+    return found
 
 
 def _shared(which: int, numel: int, like: torch.Tensor) -> torch.Tensor:

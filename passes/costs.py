@@ -8,6 +8,7 @@ on such a decoder (64 frames, 512 wide, fp32), each with the gap to the next ker
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def duration(node: fx.Node) -> float:
     if not isinstance(target, OpOverload) or foreign(node) or is_inert_dropout(node):
         return 0.0
     name = target._schema.name.partition("::")[2].rstrip("_")
-    results = list(tensors_in(node.meta.get("val")))
+    results = tensors_in(node.meta.get("val"))
     if results and not any(tensor.numel() for tensor in results):
         return 0.0
     operands = [t for argument in node.all_input_nodes for t in tensors_in(argument.meta.get("val"))]
@@ -52,7 +53,7 @@ def duration(node: fx.Node) -> float:
     return _FIXED.get(name, _KERNEL) + moved / _BYTES + _products(name, operands, results) / _FLOPS
 
 
-def _products(name: str, operands: list[torch.Tensor], results: list[torch.Tensor]) -> float:
+def _products(name: str, operands: list[torch.Tensor], results: Sequence[torch.Tensor]) -> float:
     """Floating-point operations of the products of a call."""
     if name not in _FIXED or not results or len(operands) < 2:
         return 0.0

@@ -12,16 +12,14 @@ import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
 import torch.fx as fx
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from cadence_fx.passes.base import RegionSlot
 from cadence_fx.passes.boxes import Box, box_of, covers, disjoint
 from cadence_fx.passes.effects import draws, is_collective
 from cadence_fx.passes.graphs import KNOWN_NAMESPACES, GraphFacts, OpOverload, may_write, schema, tensors_in
 
-__all__ = ["Dependencies", "foreign", "storage_of"]
+__all__ = ["Dependencies", "foreign"]
 
 # Beyond these, the accesses of one memory are kept in the order of the graph.
 _MOST_BOXES = 4096
@@ -44,7 +42,6 @@ class _Memory:
     """The accesses so far of one memory, by box; each box knows its last writer and who has read it since."""
 
     boxes: dict[tuple[object, Box | None], int] = field(default_factory=dict)
-    bounds: list[tuple[int, int]] = field(default_factory=list)
     meets: list[list[int]] = field(default_factory=list)
     within: list[list[int]] = field(default_factory=list)  # the boxes that a write of this one replaces
     writer: list[int | None] = field(default_factory=list)
@@ -113,8 +110,8 @@ class Dependencies:
         pinned: for each call, whether it has to stay in the main row.
     """
 
-    def __init__(self, graph: fx.Graph, slots: Iterable[RegionSlot] = ()) -> None:
-        self.facts = GraphFacts(graph)
+    def __init__(self, graph: fx.Graph, facts: GraphFacts, slots: Iterable[RegionSlot] = ()) -> None:
+        self.facts = facts
         self.calls: list[fx.Node] = []
         self.index: dict[fx.Node, int] = {}
         self.before: list[list[int]] = []
@@ -123,7 +120,7 @@ class Dependencies:
         self.views: set[fx.Node] = set()
         self.touched: dict[fx.Node, list[int]] = {}
         self._groups, self._origins = self._carries(graph, slots)
-        self._numbers: dict[StorageWeakRef, int] = {}  # these do not compare with anything else
+        self._numbers: dict[int, int] = {}  # of storages; these do not compare with the names of inputs
         self.written = {self._group(rep) for rep in self.facts.writes}
         self._memories: dict[fx.Node, _Memory] = {}
         self._accelerated = any(not _on_host(node) for node in graph.nodes if node.op != "output")
@@ -146,19 +143,19 @@ class Dependencies:
 
     def _carries(
         self, graph: fx.Graph, slots: Iterable[RegionSlot]
-    ) -> tuple[dict[fx.Node, fx.Node], dict[StorageWeakRef, tuple[object, int]]]:
+    ) -> tuple[dict[fx.Node, fx.Node], dict[int, tuple[object, int]]]:
         """Old and new state begin at one address. And each input's storage -> (whose, the byte where it begins)."""
         by_name = {node.name: node for node in graph.nodes if node.op == "placeholder"}
         groups: dict[fx.Node, fx.Node] = {}
-        origins: dict[StorageWeakRef, tuple[object, int]] = {}
+        origins: dict[int, tuple[object, int]] = {}
         for slot in slots:
             if slot.destination is None or slot.placeholder not in by_name:
                 continue
             old, new = by_name[slot.placeholder], by_name[slot.destination]
             groups[self.facts.alias_class(new)] = self.facts.alias_class(old)
             for node in (old, new):
-                value = node.meta["val"]
-                origins[storage_of(value)] = (slot.placeholder, value.storage_offset() * value.element_size())
+                value, (storage,) = node.meta["val"], self.facts.storages[node]
+                origins[storage] = (slot.placeholder, value.storage_offset() * value.element_size())
         return groups, origins
 
     def _add(self, node: fx.Node) -> None:
@@ -194,14 +191,13 @@ class Dependencies:
             return True
         if not isinstance(node.target, OpOverload) or may_write(node):
             return False
-        given = {storage_of(t) for argument in node.all_input_nodes for t in tensors_in(argument.meta.get("val"))}
-        made = [storage_of(t) for t in tensors_in(node.meta.get("val"))]
+        made = self.facts.storages[node]
+        given = {storage for argument in node.all_input_nodes for storage in self.facts.storages[argument]}
         return bool(made) and given.issuperset(made)
 
     def _boxes(self, node: fx.Node) -> list[tuple[object, Box | None]]:
         found: list[tuple[object, Box | None]] = []
-        for value in tensors_in(node.meta.get("val")):
-            storage = storage_of(value)
+        for value, storage in zip(tensors_in(node.meta.get("val")), self.facts.storages[node], strict=True):
             origin, base = self._origins.get(storage, (self._numbers.setdefault(storage, len(self._numbers)), 0))
             found.append((origin, box_of(value, base)))
         return found or [(None, None)]
@@ -214,11 +210,6 @@ class Dependencies:
         if self._accelerated and _on_host(node):
             return True
         return not schema(node).returns and not written
-
-
-def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
-    """A handle of a traced tensor's storage that equals those of its views."""
-    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _on_host(node: fx.Node) -> bool:

@@ -15,6 +15,7 @@ import torch.fx as fx
 
 from cadence_fx.passes.graphs import OpOverload, bound_args, tensors_in
 from cadence_fx.passes.movement import DROPOUTS, FACTORIES, FILLS, IDENTITIES, MOVES, SHAPED_LIKE
+from cadence_fx.passes.operators import operator_of
 
 __all__ = ["all_known", "draws", "is_collective", "keeps_own_randomness", "may_raise", "only_gathers", "reads_value"]
 
@@ -88,7 +89,7 @@ def is_collective(target: Any) -> bool:
 
 def reads_value(target: Any) -> bool:
     """Whether the host needs a value of the arguments to go on: as a number, or as the size of a result."""
-    return torch.Tag.data_dependent_output in target.tags or torch.Tag.dynamic_output_shape in target.tags
+    return operator_of(target).reads_value
 
 
 def only_gathers(target: Any, args: Sequence[Any]) -> bool:
@@ -101,7 +102,7 @@ def only_gathers(target: Any, args: Sequence[Any]) -> bool:
 def draws(node: fx.Node) -> bool:
     """Whether a node may draw random numbers. Dropout that is switched off does not."""
     target: Any = node.target
-    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+    if not isinstance(target, OpOverload) or not operator_of(target).may_draw:
         return False
     values = bound_args(node)
     if any(values.get(name, True) is False for name in ("train", "training")):

@@ -40,7 +40,7 @@ class ElideCopies:
 
     def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
         graph = gm.graph
-        facts = GraphFacts(graph)
+        facts = ctx.facts_of(graph)
         leaving = {facts.alias_class(node) for node in output_node(graph).all_input_nodes}
         members: dict[fx.Node, list[fx.Node]] = {}
         for node in facts.order:

@@ -47,7 +47,7 @@ class FoldHostConstants:
         self._crosses = crosses
 
     def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
-        facts = GraphFacts(gm.graph)
+        facts = ctx.facts_of(gm.graph)
         constants = Constants(gm, facts)
         results = {facts.alias_class(r) for r in output_node(gm.graph).all_input_nodes}
         folded = 0

@@ -78,7 +78,7 @@ class ForwardStores:
 
     def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
         graph = gm.graph
-        facts = GraphFacts(graph)
+        facts = ctx.facts_of(graph)
         walk = _Walk(facts, Windows(facts, Constants(gm, facts)), _candidates(graph, facts, ctx.scratch_inputs))
         for node in facts.order:
             walk.visit(node)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Iterable, Iterator, Set
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from cadence_fx._torch import storage_identity
+from cadence_fx._torch import storage_identity, traced_view
+from cadence_fx.passes.operators import KNOWN_NAMESPACES, OpOverload, Place, operator_of
 
 __all__ = [
     "ALLOCATIONS",
@@ -20,6 +20,7 @@ __all__ = [
     "GraphFacts",
     "Liveness",
     "OpOverload",
+    "SharedFacts",
     "add_tensor",
     "bound_args",
     "emit",
@@ -36,24 +37,7 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
-OpOverload: Any = type(aten.copy_.default)
 MEMORY_OF = "cadence_memory_of"  # in the meta of a placeholder: the name of another one, in whose memory it lies
-
-# Operators whose schema says "alias" for what is an alias only for some shapes, strides or dtypes. Shapes are static
-# here, so the traced values know: these alias exactly when their storages are the same.
-_ALIASES_BY_VALUE = {
-    aten.reshape.default,
-    aten.reshape_as.default,
-    aten.contiguous.default,
-    aten.flatten.using_ints,
-    aten.to.dtype,
-    aten.to.device,
-    aten.to.dtype_layout,
-    aten.to.other,
-}
-
-# Whose operators do what their schemas say and no more: PyTorch's, and those that passes put into graphs.
-KNOWN_NAMESPACES = ("aten", "prims", "cadence_fx")
 
 # Operators that return memory without giving it contents.
 ALLOCATIONS = {
@@ -62,6 +46,21 @@ ALLOCATIONS = {
     aten.empty_strided.default,
     aten.new_empty.default,
     aten.new_empty_strided.default,
+}
+
+# Operators that give one view of their first argument, or, for `reshape`, a copy where there is none.
+_VIEWS = {
+    aten.as_strided.default,
+    aten.expand.default,
+    aten.permute.default,
+    aten.reshape.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.squeeze.dim,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.view.default,
 }
 
 
@@ -93,15 +92,13 @@ def schema(node: fx.Node) -> Any:
 
 def bound_args(node: fx.Node) -> dict[str, Any]:
     """Arguments of an aten node by schema name, defaults filled in."""
-    defaults = _defaults(node.target)
-    given = dict(zip(defaults, node.args, strict=False))
-    return {**defaults, **given, **{name: value for name, value in node.kwargs.items() if name in defaults}}
-
-
-@functools.cache
-def _defaults(target: Any) -> dict[str, Any]:
-    """The arguments of an operator, in order, with their defaults."""
-    return {a.name: a.default_value if a.has_default_value() else None for a in target._schema.arguments}
+    defaults = operator_of(node.target).defaults
+    found = dict(defaults)
+    found.update(zip(defaults, node.args, strict=False))
+    for name, value in node.kwargs.items():
+        if name in defaults:
+            found[name] = value
+    return found
 
 
 def may_write(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -112,39 +109,15 @@ def may_write(node: fx.Node) -> tuple[fx.Node, ...]:
         return ()
     if not isinstance(node.target, OpOverload):
         return tuple(node.all_input_nodes)
-    written: list[fx.Node] = []
-    names = _written_arguments(node.target)
-    statistics = _statistics(node.target)
-    if not names and not statistics:
+    known = operator_of(node.target)
+    if not known.written and not known.has_statistics:
         return ()
-    values = bound_args(node)
-    for name in names:
-        written += _nodes_in(values[name])
-    # Normalisations update their statistics, and their schemas do not say so.
-    if statistics and values.get("training", True) and values.get("use_input_stats", True):
-        written += [*_nodes_in(values["running_mean"]), *_nodes_in(values["running_var"])]
+    written = _given(node, known.written)
+    if known.has_statistics:
+        values = bound_args(node)
+        if values.get("training", True) and values.get("use_input_stats", True):
+            written += [*_nodes_in(values["running_mean"]), *_nodes_in(values["running_var"])]
     return tuple(written)
-
-
-@functools.cache
-def _written_arguments(target: Any) -> tuple[str, ...]:
-    """The arguments that an operator's schema says it writes."""
-    if not target._schema.is_mutable or target is aten.detach_.default:  # detach_ changes no byte
-        return ()
-    return tuple(a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
-
-
-@functools.cache
-def _aliased_arguments(target: Any) -> tuple[str, ...]:
-    """The arguments whose memory a result of an operator may share, by its schema."""
-    if all(returned.alias_info is None for returned in target._schema.returns):
-        return ()
-    return tuple(a.name for a in target._schema.arguments if a.alias_info is not None)
-
-
-@functools.cache
-def _statistics(target: Any) -> bool:
-    return any(argument.name == "running_mean" for argument in target._schema.arguments)
 
 
 def is_impure(node: fx.Node) -> bool:
@@ -155,11 +128,7 @@ def is_impure(node: fx.Node) -> bool:
         return False
     if not isinstance(node.target, OpOverload):
         return True
-    if torch.Tag.nondeterministic_seeded in node.target.tags:
-        return True
-    if node.target.namespace not in KNOWN_NAMESPACES:
-        return True  # an operator of someone else's may have effects that its schema does not tell
-    return bool(may_write(node)) or not schema(node).returns
+    return operator_of(node.target).has_effect or bool(may_write(node))
 
 
 def add_tensor(gm: fx.GraphModule, prefix: str, value: torch.Tensor, like: torch.Tensor) -> fx.Node:
@@ -180,7 +149,7 @@ def add_tensor(gm: fx.GraphModule, prefix: str, value: torch.Tensor, like: torch
 def emit(graph: fx.Graph, target: Any, *args: Any, like: fx.Node) -> fx.Node:
     """Append ``target(*args)`` at the insertion point, with its value traced and the origin of ``like``."""
     node = graph.call_function(target, args)
-    node.meta["val"] = target(*fx.map_arg(args, lambda arg: arg.meta["val"]))
+    trace_again(node)
     for key in ("stack_trace", "nn_module_stack"):
         if key in like.meta:
             node.meta[key] = like.meta[key]
@@ -188,8 +157,12 @@ def emit(graph: fx.Graph, target: Any, *args: Any, like: fx.Node) -> fx.Node:
 
 
 def trace_again(node: fx.Node) -> None:
-    """The traced value of a view follows what it is a view of now: later passes tell aliases by it."""
+    """The traced value of a node follows what it is made of now: later passes tell aliases by it."""
     target: Any = node.target
+    base = node.args[0] if node.args else None
+    if target in _VIEWS and isinstance(base, fx.Node) and node.all_input_nodes == [base]:
+        node.meta["val"] = traced_view(target, base.meta["val"], *node.args[1:], **node.kwargs)
+        return
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
     node.meta["val"] = target(*args, **kwargs)
 
@@ -199,6 +172,11 @@ class GraphFacts:
 
     Two nodes are in one class when they may share memory. Storage identity of the traced values decides, joined with
     what the schemas say, so that a value with a lost storage still joins its base.
+
+    Attributes:
+        order: node -> its position.
+        storages: node -> the identities of the storages of its tensors, in order.
+        writes: representative of a class -> nodes that may write it, in order.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -206,6 +184,8 @@ class GraphFacts:
         self._parent: dict[fx.Node, fx.Node] = {}
         by_name: dict[str, fx.Node] = {}
         by_storage: dict[int, fx.Node] = {}  # the traced values live as long as the graph, and so do their storages
+        self.storages: dict[fx.Node, tuple[int, ...]] = {}
+        writing: list[tuple[fx.Node, tuple[fx.Node, ...]]] = []
         for node in self.order:
             self._parent[node] = node
             if node.op == "placeholder":
@@ -214,24 +194,35 @@ class GraphFacts:
                     self._join(node, by_name[node.meta[MEMORY_OF]])
             for source in _schema_aliases(node):
                 self._join(node, source)
-            for tensor in tensors_in(node.meta.get("val")):
-                self._join(node, by_storage.setdefault(storage_identity(tensor), node))
-        self.writes: dict[fx.Node, list[fx.Node]] = {}  # class representative -> nodes that may write it, in order
-        for node in self.order:
-            for rep in dict.fromkeys(self.alias_class(arg) for arg in may_write(node)):
+            self.storages[node] = mine = tuple(map(storage_identity, tensors_in(node.meta.get("val"))))
+            for storage in mine:
+                first = by_storage.setdefault(storage, node)
+                if first is not node:
+                    self._join(node, first)
+            if written := may_write(node):
+                writing.append((node, written))
+        self.writes: dict[fx.Node, list[fx.Node]] = {}
+        self._positions: dict[fx.Node, list[int]] = {}  # of the nodes in `writes`
+        for node, written in writing:
+            for rep in dict.fromkeys(map(self.alias_class, written)):
                 self.writes.setdefault(rep, []).append(node)
+                self._positions.setdefault(rep, []).append(self.order[node])
 
     def alias_class(self, node: fx.Node) -> fx.Node:
         """The representative of the class of ``node``."""
-        while self._parent[node] is not node:
-            self._parent[node] = self._parent[self._parent[node]]
-            node = self._parent[node]
+        parents = self._parent
+        while (parent := parents[node]) is not node:
+            parents[node] = node = parents[parent]
         return node
 
     def writes_to(self, node: fx.Node, after: int = -1, before: int | None = None) -> list[fx.Node]:
         """Nodes that may write the memory of ``node`` at positions ``after < position < before``."""
-        end = len(self.order) if before is None else before
-        return [w for w in self.writes.get(self.alias_class(node), ()) if after < self.order[w] < end]
+        rep = self.alias_class(node)
+        positions = self._positions.get(rep)
+        if positions is None:
+            return []
+        end = len(positions) if before is None else bisect_left(positions, before)
+        return self.writes[rep][bisect_right(positions, after) : end]
 
     def aliases(self, left: fx.Node, right: fx.Node) -> bool:
         """Whether the two may share memory."""
@@ -240,10 +231,26 @@ class GraphFacts:
     @staticmethod
     def same_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
         """Whether two traced tensors have one storage."""
-        return StorageWeakRef(left.untyped_storage()) == StorageWeakRef(right.untyped_storage())
+        return storage_identity(left) == storage_identity(right)
 
     def _join(self, left: fx.Node, right: fx.Node) -> None:
         self._parent[self.alias_class(left)] = self.alias_class(right)
+
+
+class SharedFacts:
+    """Facts of the graph at hand, for passes that run one after another: made when the first of them asks, and kept
+    until one has changed the graph."""
+
+    def __init__(self) -> None:
+        self._found: tuple[fx.Graph, GraphFacts] | None = None
+
+    def of(self, graph: fx.Graph) -> GraphFacts:
+        if self._found is None or self._found[0] is not graph:
+            self._found = graph, GraphFacts(graph)
+        return self._found[1]
+
+    def forget(self) -> None:
+        self._found = None
 
 
 class Liveness:
@@ -321,27 +328,29 @@ def _only_writes(node: fx.Node) -> bool:
     )
 
 
-def _schema_aliases(node: fx.Node) -> Iterator[fx.Node]:
+def _schema_aliases(node: fx.Node) -> Sequence[fx.Node]:
     if node.op != "call_function":
-        return
+        return ()
     if node.target is operator.getitem:
-        yield node.args[0]  # type: ignore[misc]
-        return
+        return (node.args[0],)  # type: ignore[return-value]
     if not isinstance(node.target, OpOverload):
-        yield from node.all_input_nodes
-        return
-    if node.target in _ALIASES_BY_VALUE and isinstance(node.meta.get("val"), torch.Tensor):
-        return
-    if torch.Tag.maybe_aliasing_or_mutating in node.target.tags and not _statistics(node.target):
-        # Dropout outside training returns its input, and its traced value does not show it.
-        yield from node.all_input_nodes
-        return
-    names = _aliased_arguments(node.target)
-    if not names:
-        return
-    values = bound_args(node)
-    for name in names:
-        yield from _nodes_in(values[name])
+        return node.all_input_nodes
+    known = operator_of(node.target)
+    if known.by_value and isinstance(node.meta.get("val"), torch.Tensor):
+        return ()
+    if known.may_return_input:  # dropout outside training
+        return node.all_input_nodes
+    return _given(node, known.aliased)
+
+
+def _given(node: fx.Node, places: Sequence[Place]) -> list[fx.Node]:
+    """The nodes that a call is given as the arguments at ``places``."""
+    found: list[fx.Node] = []
+    if places:
+        args = node.args
+        for at, name in places:
+            found += _nodes_in(args[at] if at < len(args) else node.kwargs.get(name))
+    return found
 
 
 def _nodes_in(value: Any) -> Iterator[fx.Node]:
@@ -352,10 +361,10 @@ def _nodes_in(value: Any) -> Iterator[fx.Node]:
             yield from _nodes_in(item)
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Sequence[torch.Tensor]:
     """The tensors in a traced value."""
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
+        return (value,)
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return ()

@@ -41,7 +41,6 @@ from cadence_fx.bytesops import digest
 from cadence_fx.passes.base import PassContext, PassResult, SlowPart
 from cadence_fx.passes.constants import VARIES, attribute
 from cadence_fx.passes.graphs import (
-    GraphFacts,
     OpOverload,
     location,
     output_node,
@@ -93,7 +92,7 @@ class _Frontier:
 
     def __init__(self, gm: fx.GraphModule, ctx: PassContext) -> None:
         self._graph = gm.graph
-        self._facts = GraphFacts(gm.graph)
+        self._facts = ctx.facts_of(gm.graph)
         self._leaving = {self._facts.alias_class(result) for result in output_node(gm.graph).all_input_nodes}
         self._unsteady = ctx.unsteady
         steady = ctx.frozen_inputs - ctx.unsteady.keys() - {slot.placeholder for slot in ctx.regions}

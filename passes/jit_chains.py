@@ -44,7 +44,7 @@ import torch.fx as fx
 
 from cadence_fx._torch import pointwise_kernel
 from cadence_fx.passes.base import PassContext, PassResult
-from cadence_fx.passes.graphs import GraphFacts, bound_args, location, output_node, tensor_val
+from cadence_fx.passes.graphs import bound_args, location, output_node, tensor_val
 from cadence_fx.passes.homes import Homes
 from cadence_fx.passes.strides import elementwise_strides, same_strides
 
@@ -133,7 +133,7 @@ class JitChains:
 class _Chains:
     def __init__(self, graph: fx.Graph, ctx: PassContext) -> None:
         self._graph = graph
-        self._facts = GraphFacts(graph)
+        self._facts = ctx.facts_of(graph)
         self._homes = Homes(graph, self._facts, ctx)
         self._results = set(output_node(graph).all_input_nodes)
         self._operations = {node: found for node in graph.nodes if (found := _operation(node)) is not None}

@@ -40,7 +40,9 @@ class LateWrites:
     name = "late_writes"
 
     def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
-        needs = Dependencies(gm.graph, ctx.regions)
+        if not any(map(_is_write, gm.graph.nodes)):
+            return PassResult(gm, False)
+        needs = Dependencies(gm.graph, ctx.facts_of(gm.graph), ctx.regions)
         moved = 0
         for call, node in enumerate(needs.calls):
             last = _last_reader(needs, call, node)
@@ -52,9 +54,13 @@ class LateWrites:
         return PassResult(gm, bool(moved))
 
 
+def _is_write(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.copy_.default and not node.users
+
+
 def _last_reader(needs: Dependencies, call: int, node: fx.Node) -> int | None:
     """The call behind which a write goes; None where it stays."""
-    if node.target is not torch.ops.aten.copy_.default or node.users:
+    if not _is_write(node):
         return None
     source = node.args[1]
     made = max(needs.sources.get(source, ()), default=None) if isinstance(source, fx.Node) else None

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from cadence_fx._torch import storage_identity
 from cadence_fx.passes.base import PassContext, PassResult
 from cadence_fx.passes.graphs import (
     ALLOCATIONS,
@@ -42,9 +43,11 @@ from cadence_fx.passes.graphs import (
     output_node,
     schema,
     tensors_in,
+    trace_again,
 )
 from cadence_fx.passes.homes import Homes
 from cadence_fx.passes.movement import is_inert_dropout
+from cadence_fx.passes.operators import operator_of
 
 __all__ = ["MergeCommon"]
 
@@ -56,7 +59,8 @@ class MergeCommon:
 
     def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
         read_once = _merge_attributes(gm.graph)
-        merging = _Merging(gm.graph, ctx)
+        facts = GraphFacts(gm.graph) if read_once else ctx.facts_of(gm.graph)
+        merging = _Merging(gm.graph, facts, ctx)
         for node in list(gm.graph.nodes):
             merging.visit(node)
         if merging.merged or merging.left_out:
@@ -70,9 +74,9 @@ class MergeCommon:
 
 
 class _Merging:
-    def __init__(self, graph: fx.Graph, ctx: PassContext) -> None:
+    def __init__(self, graph: fx.Graph, facts: GraphFacts, ctx: PassContext) -> None:
         self._graph = graph
-        self._facts = GraphFacts(graph)
+        self._facts = facts
         self._results = set(output_node(graph).all_input_nodes)
         self._leaving = {self._facts.alias_class(result) for result in self._results}
         self._reshaped = self._classes_reshaped_in_place()
@@ -147,7 +151,7 @@ class _Merging:
         return {
             node
             for node in self._graph.nodes
-            if _is_function(node) and _is_view(node) and self._facts.alias_class(node) not in unclear
+            if _is_view(node) and _is_function(node) and self._facts.alias_class(node) not in unclear
         }
 
     def _classes_reshaped_in_place(self) -> set[fx.Node]:
@@ -186,7 +190,7 @@ def _may_do_anything(node: fx.Node) -> bool:
 
 def _is_function(node: fx.Node) -> bool:
     """Whether the value depends on the arguments alone, and consists of tensors."""
-    if node.op != "call_function" or is_impure(node) or next(tensors_in(node.meta.get("val")), None) is None:
+    if node.op != "call_function" or is_impure(node) or not tensors_in(node.meta.get("val")):
         return False
     if node.target is operator.getitem:
         return True
@@ -198,12 +202,12 @@ def _is_view(node: fx.Node) -> bool:
     """Whether the value certainly is memory of an argument, so that writes in between are seen through both of two."""
     if node.target is operator.getitem:
         return True
-    if all(returned.alias_info is None for returned in schema(node).returns):
+    if not isinstance(node.target, OpOverload) or not operator_of(node.target).aliased:
         return False
-    sources = [tensor for source in node.all_input_nodes for tensor in tensors_in(source.meta.get("val"))]
-    return all(
-        any(GraphFacts.same_memory(tensor, source) for source in sources) for tensor in tensors_in(node.meta["val"])
-    )
+    given = {
+        storage_identity(tensor) for source in node.all_input_nodes for tensor in tensors_in(source.meta.get("val"))
+    }
+    return given.issuperset(map(storage_identity, tensors_in(node.meta.get("val"))))
 
 
 def _returns_input(node: fx.Node) -> bool:
@@ -218,7 +222,8 @@ def _returns_input(node: fx.Node) -> bool:
         # Eager returns the very tensor. The traced value has memory of its own, and may have other strides, with which
         # everything after it was traced.
         return have.stride() == want.stride()
-    if not _is_function(node) or not _is_view(node) or not GraphFacts.same_memory(have, want):
+    # What most nodes fail comes first.
+    if not GraphFacts.same_memory(have, want) or not _is_view(node) or not _is_function(node):
         return False
     return _geometry(have) == _geometry(want)
 
@@ -226,9 +231,7 @@ def _returns_input(node: fx.Node) -> bool:
 def _show_memory(node: fx.Node) -> None:
     """Trace a view anew if its argument has become another, so that later passes see whose memory it is."""
     if not _is_view(node):
-        target: Any = node.target
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
-        node.meta["val"] = target(*args, **kwargs)
+        trace_again(node)
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -239,6 +242,8 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _canonical(value: Any) -> Hashable | None:
     """Arguments as a key that tells 0.0, -0.0, 0 and False apart; None if they hold what cannot be compared."""
+    if type(value) in (fx.Node, int):
+        return type(value), value
     if isinstance(value, (list, tuple)):
         items = [_canonical(item) for item in value]
         return None if None in items else ("items", *items)

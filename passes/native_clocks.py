@@ -61,7 +61,7 @@ def _clock(
 def _holds_tensors(val: Any) -> bool:
     if isinstance(val, (list, tuple)):
         return bool(val) and all(isinstance(each, torch.Tensor) for each in val)
-    return any(True for _ in tensors_in(val))
+    return bool(tensors_in(val))
 
 
 def _only_computes(node: fx.Node) -> bool:
@@ -71,6 +71,6 @@ def _only_computes(node: fx.Node) -> bool:
         return True
     if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
         return False
-    if draws(node) or reads_value(target) or may_write(node) or not schema(node).returns:
+    if reads_value(target) or may_write(node) or draws(node) or not schema(node).returns:
         return False
     return "empty" not in target._schema.name  # memory that nothing has written may hold anything

@@ -86,7 +86,7 @@ class ParallelBranches:
 
 def branch_work(gm: fx.GraphModule, ctx: PassContext, duration: Callable[[fx.Node], float] = duration) -> Work:
     """What the choice of branches works on."""
-    needs = Dependencies(gm.graph, ctx.regions)
+    needs = Dependencies(gm.graph, ctx.facts_of(gm.graph), ctx.regions)
     return Work(gm.graph, needs, [duration(call) for call in needs.calls])
 
 

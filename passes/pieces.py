@@ -82,10 +82,8 @@ class _IndexChange:
     by: tuple[int, ...]
 
     def __call__(self, source: Source) -> Source:
-        return replace(
-            source,
-            index=tuple((d, s) if d is None else (self.dims[d], s + self.by[d]) for d, s in source.index),
-        )
+        index = tuple((d, s) if d is None else (self.dims[d], s + self.by[d]) for d, s in source.index)
+        return Source(source.node, index)
 
 
 def whole(node: fx.Node, shape: Sequence[int]) -> list[Piece]:
@@ -113,7 +111,9 @@ def crop(pieces: Sequence[Piece], dim: int, low: int, high: int) -> list[Piece]:
 
 def shift(pieces: Sequence[Piece], dim: int, by: int) -> list[Piece]:
     """The same pieces ``by`` further along ``dim``."""
-    return [replace(p, start=(*p.start[:dim], p.start[dim] + by, *p.start[dim + 1 :])) for p in pieces]
+    return [
+        Piece((*p.start[:dim], p.start[dim] + by, *p.start[dim + 1 :]), p.size, p.source, p.instead) for p in pieces
+    ]
 
 
 def drop_dim(pieces: Sequence[Piece], dim: int) -> list[Piece]:
@@ -173,13 +173,14 @@ def _outline(pieces: Sequence[Piece]) -> Sequence[Piece]:
 
 def _outside(piece: Piece, box: Piece) -> list[Piece]:
     """The parts of ``piece`` that lie outside the box of ``box``."""
+    sides = zip(piece.start, piece.size, box.start, box.size, strict=True)
+    if any(max(a, b) >= min(a + n, b + m) for a, n, b, m in sides):
+        return [piece]
     parts = []
     rest = piece
     for dim in range(len(piece.start)):
         first, last = rest.start[dim], rest.start[dim] + rest.size[dim]
         low, high = max(box.start[dim], first), min(box.start[dim] + box.size[dim], last)
-        if low >= high:
-            return [piece]
         if first < low:
             parts += shift(crop([rest], dim, first, low), dim, first)
         if high < last:

@@ -24,7 +24,7 @@ from cadence_fx.passes.drop_scalings import DropScalings
 from cadence_fx.passes.elide_copies import ElideCopies
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
 from cadence_fx.passes.forward_stores import ForwardStores
-from cadence_fx.passes.graphs import output_node
+from cadence_fx.passes.graphs import SharedFacts, output_node
 from cadence_fx.passes.hoist_host_reads import HoistHostReads
 from cadence_fx.passes.hoist_slow import HoistSlow
 from cadence_fx.passes.jit_chains import JitChains
@@ -173,6 +173,7 @@ def run_passes(
     source, gm = gm, lazy_module(gm, copy.deepcopy(gm.graph))
     gm.meta.update(source.meta)
     done = list(before)
+    ctx.shared = SharedFacts()
     for pass_ in default_passes() if passes is None else passes:
         earlier = (gm.code, _op_counts(gm)) if _debugging() else None
         started = time.perf_counter()
@@ -180,6 +181,8 @@ def run_passes(
             with modes_kept():
                 result = _run_pass(pass_, gm, ctx)
             gm = result.graph_module
+            if result.modified or _is_foreign(pass_):
+                ctx.shared.forget()
         except CadenceError:
             raise
         except Exception as cause:
@@ -187,6 +190,7 @@ def run_passes(
         done.append(pass_.name)
         if earlier is not None:
             _report(pass_.name, bool(result.modified), time.perf_counter() - started, earlier, gm)
+    ctx.shared = None  # nobody tells of changes from here on
     return gm
 
 
@@ -222,8 +226,11 @@ def _interface(gm: fx.GraphModule) -> tuple[list[str], str]:
 
 def _is_checked(pass_: Pass) -> bool:
     """Whether the graph is linted after a pass: those of this package break none, as its tests see to."""
-    foreign = not type(pass_).__module__.startswith(__package__)
-    return foreign or _debugging() or "PYTEST_VERSION" in os.environ
+    return _is_foreign(pass_) or _debugging() or "PYTEST_VERSION" in os.environ
+
+
+def _is_foreign(pass_: Pass) -> bool:
+    return not type(pass_).__module__.startswith(__package__)
 
 
 def _debugging() -> bool:

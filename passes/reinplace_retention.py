@@ -103,7 +103,7 @@ class ReinplaceRetention:
         sites = _sites(graph, ctx)
         if not sites:
             return PassResult(gm, False)
-        plan = _Rewrite(gm, sites, ctx.scratch_inputs)
+        plan = _Rewrite(gm, ctx.facts_of(graph), sites, ctx.scratch_inputs)
         early, late = plan.place()
         ordered = schedule(late, plan.geometries)
         destinations = _add_destinations(graph, sites)
@@ -167,8 +167,8 @@ class _Rewrite:
         reread: slots whose retained frames are read from elsewhere.
     """
 
-    def __init__(self, gm: fx.GraphModule, sites: list[_Site], scratch: frozenset[str]) -> None:
-        self.facts = facts = GraphFacts(gm.graph)
+    def __init__(self, gm: fx.GraphModule, facts: GraphFacts, sites: list[_Site], scratch: frozenset[str]) -> None:
+        self.facts = facts
         self.geometries = [site.geometry for site in sites]
         self.reread: set[int] = set()
         self._sites = sites

@@ -31,7 +31,6 @@ from cadence_fx.errors import NotCapturable
 from cadence_fx.passes.base import HostPart, PassContext, PassResult
 from cadence_fx.passes.constants import VARIES
 from cadence_fx.passes.graphs import (
-    GraphFacts,
     OpOverload,
     add_tensor,
     bound_args,
@@ -77,7 +76,7 @@ class _Split:
 
     def __init__(self, gm: fx.GraphModule, ctx: PassContext, on_host: Callable[[torch.Tensor], bool]) -> None:
         self.gm, self.ctx, self._on_host = gm, ctx, on_host
-        self.facts = GraphFacts(gm.graph)
+        self.facts = ctx.facts_of(gm.graph)
         self.leaving = {self.facts.alias_class(result) for result in output_node(gm.graph).all_input_nodes}
         self.host: set[fx.Node] = set()  # values made on the host, out of nothing but such values
         self.varying: set[fx.Node] = set()  # those that are not the same in every call
@@ -96,7 +95,7 @@ class _Split:
         )
 
     def _is_here(self, node: fx.Node) -> bool:
-        tensors = list(tensors_in(node.meta.get("val")))
+        tensors = tensors_in(node.meta.get("val"))
         return bool(tensors) and all(map(self._on_host, tensors))
 
     def carry_out(self) -> HostPart:

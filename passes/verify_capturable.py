@@ -33,6 +33,7 @@ _HOST_READS = {
     aten.where.default,
     aten.tensor_split.tensor_indices_or_sections,
 }
+_SYMBOLS = {torch.SymInt, torch.SymFloat, torch.SymBool}
 # Kernels of a device that copy from the host in their midst: coefficients of a series.
 _HOST_COPIES = {aten.matrix_exp.default, aten.linalg_matrix_exp.default}
 
@@ -49,7 +50,7 @@ class VerifyCapturable:
         self._crosses = crosses
 
     def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
-        facts = GraphFacts(gm.graph)
+        facts = ctx.facts_of(gm.graph)
         allowed = _writable(gm.graph, facts, ctx)
         accelerated = any(_is_accelerated(node) for node in gm.graph.nodes)
         for node in gm.graph.nodes:
@@ -108,17 +109,16 @@ def _address(graph: fx.Graph, node: fx.Node) -> int | None:
 
 
 def _is_symbolic(node: fx.Node) -> bool:
-    symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
-    pending: list[Any] = [node.meta.get("val"), node.args, list(node.kwargs.values())]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, symbols):
-            return True
-        if isinstance(value, torch.Tensor):
-            pending += [*value.shape, *value.stride()] if value.layout == torch.strided else value.shape
-        elif isinstance(value, (list, tuple)):
-            pending += value
-    return False
+    return any(map(_holds_symbol, (node.meta.get("val"), node.args, *node.kwargs.values())))
+
+
+def _holds_symbol(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        sizes = (*value.shape, *value.stride()) if value.layout == torch.strided else value.shape
+        return not _SYMBOLS.isdisjoint(map(type, sizes))
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_symbol, value))
+    return type(value) in _SYMBOLS
 
 
 def _reads_host(node: fx.Node) -> bool:

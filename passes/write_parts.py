@@ -40,7 +40,7 @@ import torch
 import torch.fx as fx
 
 from cadence_fx.passes.base import PassContext, PassResult
-from cadence_fx.passes.graphs import GraphFacts, bound_args, emit, output_node, tensor_val
+from cadence_fx.passes.graphs import bound_args, emit, output_node, tensor_val
 from cadence_fx.passes.homes import Homes
 
 __all__ = ["WriteParts"]
@@ -107,7 +107,7 @@ class WriteParts:
 class _Parts:
     def __init__(self, graph: fx.Graph, ctx: PassContext) -> None:
         self._graph = graph
-        self._facts = GraphFacts(graph)
+        self._facts = ctx.facts_of(graph)
         self._homes = Homes(graph, self._facts, ctx)
         self._results = set(output_node(graph).all_input_nodes)
         self._filled = torch.are_deterministic_algorithms_enabled() and (

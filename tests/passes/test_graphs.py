@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from cadence_fx._torch import traced_view
 from cadence_fx.passes.constants import Constants
 from cadence_fx.passes.graphs import GraphFacts, erase_dead_code, location, may_write, tensor_val
 from cadence_fx.passes.movement import is_movement
 from tests.passes.toolbox import trace
 
 X = torch.randn(2, 4)
+aten = torch.ops.aten
 
 
 def nodes(gm: torch.fx.GraphModule) -> dict[str, torch.fx.Node]:
@@ -27,6 +34,60 @@ def test_views_alias_and_copies_do_not() -> None:
     facts, x = GraphFacts(gm.graph), nodes(gm)["x_1"]
     results = nodes(gm)["output"].args[0]
     assert [facts.aliases(result, x) for result in results] == [True, True, False, True, False, False]  # type: ignore[arg-type,union-attr]
+
+
+VIEWS: list[tuple[Any, ...]] = [
+    (aten.as_strided.default, [2, 3], [1, 2], 1),
+    (aten.expand.default, [3, 2, 1, 6]),
+    (aten.permute.default, [2, 0, -2]),
+    (aten.reshape.default, [2, -1]),
+    (aten.reshape.default, [6, 2]),
+    (aten.select.int, -1, 2),
+    (aten.slice.Tensor, 2, -3, 9223372036854775807),
+    (aten.slice.Tensor, 2, 0, 6, 2),
+    (aten.slice.Tensor, 2, 4, 4),
+    (aten.squeeze.dim, 1),
+    (aten.transpose.int, 0, -1),
+    (aten.unsqueeze.default, -1),
+    (aten.view.default, [12]),
+]
+MODES = [contextlib.nullcontext, torch.inference_mode, torch.no_grad, FakeTensorMode]
+
+
+@pytest.mark.parametrize("made_in", MODES[:2])
+@pytest.mark.parametrize("traced_in", MODES)
+@pytest.mark.parametrize("kind", ["plain", "offset", "turned", "constant", "gradient"])
+@pytest.mark.parametrize("view", VIEWS, ids=str)
+def test_a_view_is_what_the_tracer_makes_of_it(made_in: Any, traced_in: Any, kind: str, view: tuple[Any, ...]) -> None:
+    with made_in():
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        base: Any = mode.from_tensor(torch.zeros(3, 1, 6) if kind == "offset" else torch.zeros(2, 1, 6))
+        if kind == "offset":
+            base = base[1:]
+        elif kind == "turned":
+            base = mode.from_tensor(torch.zeros(6, 1, 2)).permute(2, 1, 0)
+        elif kind == "constant":
+            base.constant = torch.zeros(2, 1, 6)
+        elif kind == "gradient" and made_in is not torch.inference_mode:
+            base.requires_grad_(True)
+    if kind == "turned" and view[0] is aten.view.default:
+        pytest.skip("there is no such view, and only its kernel says so")
+    with base.fake_mode if traced_in is FakeTensorMode else traced_in():
+        assert _traced(traced_view, base, view) == _traced(lambda target, *args: target(*args), base, view)
+
+
+def _traced(trace_it: Callable[..., Tensor], base: Tensor, view: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Everything that anybody asks of a traced value; None where the tracer refuses."""
+    target, *args = view
+    try:
+        made: Any = trace_it(target, base, *args)
+    except (RuntimeError, ValueError):
+        return None
+    storage = made.untyped_storage()
+    where = storage._cdata if storage._cdata == base.untyped_storage()._cdata else "its own"
+    geometry = made.shape, made.stride(), made.storage_offset(), made.dtype, made.device, made.layout
+    kind = type(made), made.requires_grad, made.is_leaf, made.is_inference(), made.constant is None
+    return where, storage.nbytes(), geometry, kind, made.fake_mode
 
 
 def test_dropout_outside_training_aliases() -> None:

@@ -11,10 +11,10 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cadence_fx.passes import Branches, ParallelBranches, PassContext
+from cadence_fx.passes import Branches, ParallelBranches, PassContext, RegionSlot
 from cadence_fx.passes.costs import duration
 from cadence_fx.passes.dependencies import Dependencies
-from cadence_fx.passes.graphs import may_write
+from cadence_fx.passes.graphs import GraphFacts, may_write
 from cadence_fx.passes.parallel_branches import branch_work, longest_path
 from tests.branches import watched_run
 from tests.passes.toolbox import assert_same_bytes, flat_outputs, slot, trace
@@ -167,8 +167,12 @@ def _cuts(x: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
     return old, cache[0, :, 3:5] * 2, cache.sum()
 
 
+def dependencies(gm: fx.GraphModule, *slots: RegionSlot) -> Dependencies:
+    return Dependencies(gm.graph, GraphFacts(gm.graph), slots)
+
+
 def test_slices_of_a_cache_do_not_wait_for_one_another() -> None:
-    needs = Dependencies(trace(_cuts, torch.zeros(3, 8), torch.zeros(2, 3, 8)).graph)
+    needs = dependencies(trace(_cuts, torch.zeros(3, 8), torch.zeros(2, 3, 8)))
     assert needed(needs, "copy_") == set()  # another layer
     assert needed(needs, "copy__1") == set()  # the half of it that was not read
     assert needed(needs, "copy__2") == {"add"}  # written after it was read
@@ -185,7 +189,7 @@ def test_writes_come_after_one_another_and_after_reads() -> None:
         buffer[1:].mul_(3)
         return y, buffer + 0
 
-    needs = Dependencies(trace(step, torch.zeros(4)).graph)
+    needs = dependencies(trace(step, torch.zeros(4)))
     assert needed(needs, "mul") == {"empty_like", "copy_"}
     assert needed(needs, "add_") == {"empty_like", "copy_", "mul"}
     assert needed(needs, "mul_") == {"add_"} and needed(needs, "add") == {"add_", "mul_"}
@@ -201,9 +205,9 @@ def test_a_value_that_may_be_an_argument_meets_all_of_it() -> None:
         return y, new
 
     gm = trace(step, torch.zeros(2), torch.zeros(4), torch.zeros(4))
-    assert needed(Dependencies(gm.graph), "copy_") == set()
+    assert needed(dependencies(gm), "copy_") == set()
     site = replace(slot(gm, "old_1", 1, 0), destination="new_1")
-    assert needed(Dependencies(gm.graph, [site]), "copy_") == {"dropout", "add"}
+    assert needed(dependencies(gm, site), "copy_") == {"dropout", "add"}
 
 
 def test_a_memory_with_too_many_readers_is_kept_in_order() -> None:
@@ -212,7 +216,7 @@ def test_a_memory_with_too_many_readers_is_kept_in_order() -> None:
         x[:1].zero_()
         return (*results, x + 300)
 
-    needs = Dependencies(trace(step, torch.zeros(4)).graph)
+    needs = dependencies(trace(step, torch.zeros(4)))
     writer = next(i for i, node in enumerate(needs.calls) if may_write(node))
     reached: set[int] = set()
     pending = [writer]

@@ -11,6 +11,7 @@ import torch.fx as fx
 
 from cadence_fx.errors import NotCapturable, PassFailed
 from cadence_fx.passes import PassContext, PassResult, default_passes, pipeline, register_pass, run_passes
+from cadence_fx.passes.graphs import GraphFacts
 from tests.passes.toolbox import trace
 
 X = torch.randn(3)
@@ -190,3 +191,22 @@ def test_debug_switch_shows_both_graphs(monkeypatch: pytest.MonkeyPatch, capsys:
     shown = capsys.readouterr().err
     assert "negate: aten.add.Tensor -1, aten.sub.Tensor +1" in shown
     assert "--- before" in shown and "--- after" in shown and "idle: unchanged" in shown
+
+
+def test_facts_are_shared_until_a_pass_changes_the_graph() -> None:
+    seen: list[GraphFacts] = []
+
+    class Look:
+        name = "look"
+
+        def __init__(self, modified: bool) -> None:
+            self._modified = modified
+
+        def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+            seen.append(ctx.facts_of(gm.graph))
+            return PassResult(gm, self._modified)
+
+    ctx = PassContext()
+    gm = run_passes(trace(lambda x: (x + 1,), torch.zeros(2)), ctx, [Look(False), Look(True), Look(False)])
+    assert seen[0] is seen[1] is not seen[2]
+    assert ctx.facts_of(gm.graph) is not ctx.facts_of(gm.graph)  # outside of the runner nobody tells of changes
