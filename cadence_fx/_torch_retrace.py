@@ -305,7 +305,9 @@ class _Copier(fx.Interpreter):
             found = self._describe(tensor)
             homes[found.home] = (_Slot(True, i), found.offset, tensor.dtype)
         # Several views of one memory, and memory that is read as of another type, are copied where they were seen.
-        anywhere = _told_by_geometry(nodes) and len({id(tensor) for tensor in tensors}) == len(homes)
+        apart = len({id(tensor) for tensor in tensors}) == len(homes)
+        picks = not nodes and n.target is operator.getitem  # one of several, wherever they are
+        anywhere = picks or (apart and _told_by_geometry(nodes))
         values: list[_Value] = []
         nodes_of: dict[int, int] = {}
         kept: list[Any] = []
