@@ -510,6 +510,13 @@ def _readers(device_type: str) -> dict[str, Callable[[], Any]]:
         "function modes": c._len_torch_function_stack,
         "dispatch modes": c._len_torch_dispatch_stack,
         "attention fast path": functools.partial(vars(torch.backends.mha).__getitem__, "_is_fastpath_enabled"),
+        "flash SDPA": c._get_flash_sdp_enabled,  # a CPU has a kernel of this kind, too
+        "FlashAttention 3": getattr(c, "_get_fa3_sdp_enabled", None),
+        "memory-efficient SDPA": c._get_mem_efficient_sdp_enabled,
+        "math SDPA": c._get_math_sdp_enabled,
+        "math SDPA reduced precision": getattr(c, "_get_math_sdp_allow_fp16_bf16_reduction", None),
+        "cuDNN SDPA": c._get_cudnn_sdp_enabled,
+        "SDPA priority": lambda: tuple(c._get_sdp_priority_order()),
     }
     for backend in {"cpu": ("mkldnn",), "cuda": ("cuda",)}.get(device_type, ("mkldnn", "cuda")):
         for op in ("matmul", "conv", "rnn"):
@@ -539,13 +546,6 @@ def _readers(device_type: str) -> dict[str, Callable[[], Any]]:
             "SM carveout": getattr(c, "_get_sm_carveout_experimental", None),
             "BLAS library": lambda: int(c._get_blas_preferred_backend()),
             "linalg library": lambda: int(c._get_linalg_preferred_backend()),
-            "flash SDPA": c._get_flash_sdp_enabled,
-            "FlashAttention 3": getattr(c, "_get_fa3_sdp_enabled", None),
-            "memory-efficient SDPA": c._get_mem_efficient_sdp_enabled,
-            "math SDPA": c._get_math_sdp_enabled,
-            "math SDPA reduced precision": getattr(c, "_get_math_sdp_allow_fp16_bf16_reduction", None),
-            "cuDNN SDPA": c._get_cudnn_sdp_enabled,
-            "SDPA priority": lambda: tuple(c._get_sdp_priority_order()),
         }
     return {name: read for name, read in found.items() if read is not None}
 

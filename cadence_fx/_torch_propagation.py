@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -23,34 +24,67 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 
 from cadence_fx._torch import ambient_state
 from cadence_fx._torch_retrace import is_pytorchs
+from cadence_fx.locks import new_lock
 
 _PLAIN = (bool, int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(...))
 
 
 @contextlib.contextmanager
 def once_a_kind() -> Iterator[None]:
-    """Let Dynamo propagate shapes through the first operator of each kind alone."""
-    utils = torch._dynamo.utils
-    stock = utils.run_node
-    known: dict[FakeTensorMode, _Kinds] = {}
-
-    def run_node(tracer: Any, node: fx.Node, args: Any, kwargs: Any, nnmodule: Any) -> Any:
-        def run() -> Any:
-            return stock(tracer, node, args, kwargs, nnmodule)
-
-        mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-        if mode is None or not _is_function(node) or torch.is_grad_enabled():
-            return run()
-        if mode not in known:
-            known.clear()  # of another compilation, whose symbols mean something else
-            known[mode] = _Kinds(mode)
-        return known[mode].run(node, args, kwargs, run)
-
-    utils.run_node = run_node
+    """Let Dynamo propagate shapes through the first operator of each kind alone, in the thread that is in here."""
+    with _lock:
+        if not _within.threads:
+            _within.stock, torch._dynamo.utils.run_node = torch._dynamo.utils.run_node, _run_node
+        _within.threads += 1
+    outer, _here.known = _here.known, {}
     try:
         yield
     finally:
-        utils.run_node = stock
+        _here.known = outer
+        with _lock:
+            _within.threads -= 1
+            if not _within.threads:
+                torch._dynamo.utils.run_node = _within.stock
+
+
+class _Here(threading.local):
+    """What is known in this thread; None outside of `once_a_kind`."""
+
+    known: dict[FakeTensorMode, _Kinds] | None = None
+
+
+@dataclasses.dataclass
+class _Within:
+    """How many blocks Dynamo's own function is replaced for, in all threads, and what it was before the first."""
+
+    threads: int = 0
+    stock: Callable[..., Any] = torch._dynamo.utils.run_node
+
+
+_here, _within, _lock = _Here(), _Within(), new_lock()
+
+
+def _run_node(tracer: Any, node: fx.Node, args: Any, kwargs: Any, nnmodule: Any) -> Any:
+    """In place of Dynamo's function of this name."""
+    stock = _within.stock
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    if _here.known is None or mode is None or _is_watched() or not _is_function(node):
+        return stock(tracer, node, args, kwargs, nnmodule)
+    if mode not in _here.known:
+        _here.known.clear()  # of another compilation, whose symbols mean something else
+        _here.known[mode] = _Kinds(mode)
+    return _here.known[mode].run(node, args, kwargs, lambda: stock(tracer, node, args, kwargs, nnmodule))
+
+
+def _is_watched() -> bool:
+    """Whether anything but shapes is propagated: gradients, a transform of functions, a mode that is more than a
+    switch."""
+    return (
+        torch.is_grad_enabled()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._len_torch_dispatch_stack() > 1  # that of the tensors without data is one
+    )
 
 
 class _Unlike(Exception):
@@ -235,12 +269,15 @@ def _version(tensor: torch.Tensor) -> int:
 def _is_function(node: fx.Node) -> bool:
     """Whether a node is an operator whose result is all that it does, as far as its name tells."""
     if node.op == "call_method":
-        name = str(node.target)
-        return not name.endswith("_") and name not in _WRITE
+        return _is_plain_name(str(node.target))
     if node.op != "call_function" or "out" in node.kwargs or node.target in _OPERATORS:
         return False
-    return is_pytorchs(node.target) and not node.target.__name__.endswith("_")  # type: ignore[union-attr]
+    return is_pytorchs(node.target) and _is_plain_name(node.target.__name__)  # type: ignore[union-attr]
 
 
-_WRITE = {"__setitem__", "set"}
+def _is_plain_name(name: str) -> bool:
+    """Whether an operator of this name writes nothing, and takes its argument's place in memory as it finds it."""
+    return not name.endswith("_") and "strided" not in name and name != "__setitem__"
+
+
 _OPERATORS = {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv}

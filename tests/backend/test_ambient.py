@@ -53,6 +53,14 @@ COMMON: dict[str, Callable[[], Switch]] = {
     "filling of uninitialized memory": lambda: attribute(torch.utils.deterministic, "fill_uninitialized_memory", False),
     "function modes": lambda: torch.device("cpu"),
     "attention fast path": lambda: setting(backends.mha.set_fastpath_enabled, False, True),
+    "flash SDPA": lambda: setting(backends.cuda.enable_flash_sdp, False, True),
+    "memory-efficient SDPA": lambda: setting(backends.cuda.enable_mem_efficient_sdp, False, True),
+    "math SDPA": lambda: setting(backends.cuda.enable_math_sdp, False, True),
+    "math SDPA reduced precision": lambda: setting(backends.cuda.allow_fp16_bf16_reduction_math_sdp, True, False),
+    "cuDNN SDPA": lambda: setting(backends.cuda.enable_cudnn_sdp, False, True),
+    "SDPA priority": lambda: setting(
+        torch._C._set_sdp_priority_order, [0, 1, 2, 3, 4], torch._C._get_sdp_priority_order()
+    ),
 }
 CPU: dict[str, Callable[[], Switch]] = {
     "fp32 precision of mkldnn matmul": lambda: setting(torch.set_float32_matmul_precision, "medium", "highest"),
@@ -76,14 +84,6 @@ CUDA: dict[str, Callable[[], Switch]] = {
     "bf16 reduced precision": lambda: attribute(backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
     "fp16 accumulation": lambda: attribute(backends.cuda.matmul, "allow_fp16_accumulation", True),
     "SM carveout": lambda: setting(torch._C._set_sm_carveout_experimental, 8, None),
-    "flash SDPA": lambda: setting(backends.cuda.enable_flash_sdp, False, True),
-    "memory-efficient SDPA": lambda: setting(backends.cuda.enable_mem_efficient_sdp, False, True),
-    "math SDPA": lambda: setting(backends.cuda.enable_math_sdp, False, True),
-    "math SDPA reduced precision": lambda: setting(backends.cuda.allow_fp16_bf16_reduction_math_sdp, True, False),
-    "cuDNN SDPA": lambda: setting(backends.cuda.enable_cudnn_sdp, False, True),
-    "SDPA priority": lambda: setting(
-        torch._C._set_sdp_priority_order, [0, 1, 2, 3, 4], torch._C._get_sdp_priority_order()
-    ),
 }
 # They have no second value on every machine: a library that is not built in, arithmetic that a processor lacks.
 ELSEWHERE = {"cuDNN benchmark limit", "cuDNN depthwise kernel", "BLAS library", "linalg library", "FlashAttention 3"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cadence_fx._torch_propagation import once_a_kind
 
@@ -56,8 +58,8 @@ class Stack(nn.Module):
         return x, *kept
 
 
-def traced(module: nn.Module, *args: Tensor) -> tuple[fx.Graph, str]:
-    """The graph that Dynamo makes of a call with a symbol for the cache's extent, and the conditions on it."""
+def traced(module: Any, *args: Tensor) -> tuple[fx.Graph, str]:
+    """The graph that Dynamo makes of a call, with a symbol for the extent of the cache, and the conditions on it."""
     found: list[fx.GraphModule] = []
 
     def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
@@ -65,7 +67,7 @@ def traced(module: nn.Module, *args: Tensor) -> tuple[fx.Graph, str]:
         return gm.forward
 
     torch._dynamo.reset()
-    torch._dynamo.mark_dynamic(args[1], 1)
+    torch._dynamo.maybe_mark_dynamic(args[1], 1)
     torch.compile(module, backend=backend)(*args)
     (gm,) = found
     placeholders = gm.graph.find_nodes(op="placeholder")
@@ -77,6 +79,8 @@ def traced(module: nn.Module, *args: Tensor) -> tuple[fx.Graph, str]:
 
 def shown(value: Any) -> Any:
     """All that can be seen of a traced value."""
+    if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+        return str(tuple(value.shape)), str(value.stride())  # inside a transform of functions
     if isinstance(value, Tensor):
         offset = value.storage_offset()
         return (str(tuple(value.shape)), str(value.stride()), str(offset), value.dtype, value.device,
@@ -92,7 +96,7 @@ def memories(graph: fx.Graph) -> list[list[str]]:
     for node in graph.nodes:
         value = node.meta.get("example_value")
         for tensor in value if isinstance(value, (tuple, list)) else [value]:
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, FakeTensor):
                 found.setdefault(tensor.untyped_storage()._cdata, []).append(node.name)
     return sorted(found.values())
 
@@ -145,4 +149,59 @@ def test_dynamo_is_as_it_was_afterwards() -> None:
     with pytest.raises(ZeroDivisionError), once_a_kind():
         assert torch._dynamo.utils.run_node is not stock
         raise ZeroDivisionError
+    assert torch._dynamo.utils.run_node is stock
+
+
+def placed(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    """Views that are told by their place in memory, not by that of their argument in it."""
+    return tuple(row.as_strided((2,), (1,), 1) for row in x[:, 0])
+
+
+def transformed(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    outside = torch.rand_like(y)
+    inside = torch.vmap(lambda row: torch.rand_like(y) * 2, randomness="different")(x)
+    return outside, inside, torch.func.jvp(torch.sin, (x,), (x,))[1], torch.sin(x)
+
+
+def switched(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    query = x.reshape(3, 2, 2, 1).transpose(1, 2)
+    found = []
+    for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(backend):
+            found.append(nn.functional.scaled_dot_product_attention(query, query, query))
+    with torch.device("meta"):
+        found.append(torch.ones_like(x))
+    with torch.device("cpu"):
+        found.append(torch.ones_like(x))
+    return tuple(found)
+
+
+@pytest.mark.parametrize("code", [placed, transformed, switched])
+@pytest.mark.parametrize("mode", ["inference", "no_grad"])
+def test_code_that_is_not_told_by_its_arguments(code: Callable[..., Any], mode: str) -> None:
+    with MODES[mode]():
+        args = torch.randn(3, 4), torch.randn(3, 4)
+        stock, conditions = traced(code, *args)
+        with once_a_kind():
+            ours, found = traced(code, *args)
+    assert str(ours) == str(stock)
+    for mine, theirs in zip(ours.nodes, stock.nodes, strict=True):
+        assert shown(mine.meta.get("example_value")) == shown(theirs.meta.get("example_value")), mine
+    assert (memories(ours), found) == (memories(stock), conditions)
+
+
+def test_blocks_of_several_threads_may_overlap(ran: Counter[str]) -> None:
+    """And a thread outside of them is left alone."""
+    stock = torch._dynamo.utils.run_node
+    first, second = once_a_kind(), once_a_kind()
+    first.__enter__()
+    other = threading.Thread(target=second.__enter__)
+    other.start()
+    other.join()
+    first.__exit__(None, None, None)
+    assert torch._dynamo.utils.run_node is not stock
+    with torch.no_grad():
+        traced(Stack(), torch.randn(1, 4, 8), torch.randn(1, 6, 8))
+    assert ran["linear"] == 3
+    second.__exit__(None, None, None)
     assert torch._dynamo.utils.run_node is stock
