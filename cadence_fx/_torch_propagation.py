@@ -1,9 +1,9 @@
-"""Dynamo's propagation of shapes, once for each kind of node.
+"""Dynamo's propagation of shapes, twice for each kind of node.
 
 While Dynamo follows a callable it runs every operator on tensors without data, to know what comes of it. Where sizes
 are symbols that takes milliseconds, and a model repeats a few kinds of operators many times over. What an operator
 makes of its arguments is decided by the operator, its plain arguments and the metadata of its tensors; so for all but
-the first of a kind the result is built from what the first one gave. Whatever is not plainly a function of that (an
+the first two of a kind the result is built from what these gave. Whatever is not plainly a function of that (an
 operator of somebody else's, a write, an argument that requires grad, a size that depends on data) is run every time.
 
 Like `_torch`, this module touches private PyTorch API, of torch 2.11 to 2.14.
@@ -30,8 +30,8 @@ _PLAIN = (bool, int, str, type(None), torch.dtype, torch.device, torch.layout, t
 
 
 @contextlib.contextmanager
-def once_a_kind() -> Iterator[None]:
-    """Let Dynamo propagate shapes through the first operator of each kind alone, in the thread that is in here."""
+def twice_a_kind() -> Iterator[None]:
+    """Let Dynamo propagate shapes through the first two operators of each kind alone, in the thread that is in here."""
     with _lock:
         if not _within.threads:
             _within.stock, torch._dynamo.utils.run_node = torch._dynamo.utils.run_node, _run_node
@@ -48,7 +48,7 @@ def once_a_kind() -> Iterator[None]:
 
 
 class _Here(threading.local):
-    """What is known in this thread; None outside of `once_a_kind`."""
+    """What is known in this thread; None outside of `twice_a_kind`."""
 
     known: dict[FakeTensorMode, _Kinds] | None = None
 
@@ -120,35 +120,27 @@ class _Kinds:
 
     def run(self, node: fx.Node, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         tensors: list[FakeTensor] = []
-        try:
-            described = _described((args, kwargs), tensors)
-            if not tensors:
-                raise _Unlike
-            kind = (
-                node.op, node.target, described, _sharing(tensors), ambient_state(tensors[0].fake_device.type),
-            )  # fmt: skip
-            known = self._known.get(kind, _UNKNOWN)
-        except (_Unlike, TypeError):
-            return run()
+        kind = _kind(node, args, kwargs, tensors)
+        known = self._known.get(kind, _UNKNOWN) if kind is not None else None
+        if isinstance(known, _Twice):
+            return self._filled(known.made, tensors)
         if known is None:
             return run()
-        if known is not _UNKNOWN:
-            return self._filled(known, tensors)
+        # The first and the second one are run. What is not told by the kind shows in the second at the latest.
         self._known[kind] = None
         before = [_version(tensor) for tensor in tensors]
         result = run()
-        with contextlib.suppress(_Unlike):
-            if _described((args, kwargs), []) == described and [_version(tensor) for tensor in tensors] == before:
-                self._known[kind] = self._checked(result, tensors)
+        with contextlib.suppress(Exception):  # whatever is the matter with a result, it is there
+            if _kind(node, args, kwargs, []) == kind and [_version(tensor) for tensor in tensors] == before:
+                made = known if known is not _UNKNOWN else _taken_apart(result, tensors)
+                if self._gives(made, result, tensors):
+                    self._known[kind] = made if known is _UNKNOWN else _Twice(made)
         return result
 
-    def _checked(self, result: Any, tensors: list[FakeTensor]) -> Any:
-        """What to make of the arguments instead of a result; it is made here, and compared with the result."""
-        found = _taken_apart(result, tensors)
-        again = self._filled(found, tensors)
-        if _geometry([*tensors, result]) != _geometry([*tensors, again]):
-            raise _Unlike
-        return found
+    def _gives(self, made: Any, result: Any, tensors: list[FakeTensor]) -> bool:
+        """Whether a result is what would be made of the arguments instead."""
+        again = self._filled(made, tensors)
+        return _geometry([*tensors, result]) == _geometry([*tensors, again])
 
     def _filled(self, value: Any, tensors: list[FakeTensor]) -> Any:
         if isinstance(value, _Input):
@@ -159,7 +151,7 @@ class _Kinds:
 
     def _made(self, value: _Made, tensors: list[FakeTensor]) -> FakeTensor:
         env = self._mode.shape_env
-        # What a size must be for this was asked, and recorded, when the first of the kind was run.
+        # What a size must be for this was asked, and recorded, when the first of the kind were run.
         quiet = env.suppress_guards() if env is not None else contextlib.nullcontext()
         # A view of what was made outside inference mode was, too.
         as_it_was = torch.inference_mode(value.inference)
@@ -175,6 +167,25 @@ class _Kinds:
 
 
 _UNKNOWN = object()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Twice:
+    """What two operators of a kind have given."""
+
+    made: Any
+
+
+def _kind(node: fx.Node, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> Any:
+    """What decides about the result of an operator; its tensors are collected in order. None where more does."""
+    try:
+        described = _described((args, kwargs), tensors)
+        modes = tuple(ambient_state(kind) for kind in sorted({tensor.fake_device.type for tensor in tensors}))
+        kind = (node.op, node.target, described, _sharing(tensors), modes)
+        hash(kind)
+    except (_Unlike, TypeError):
+        return None
+    return kind if tensors else None
 
 
 def _described(value: Any, tensors: list[FakeTensor]) -> Any:
@@ -219,7 +230,7 @@ def _taken_apart(result: Any, tensors: list[FakeTensor]) -> Any:
     for number, tensor in enumerate(tensors):
         if result is tensor:
             return _Input(number)
-    if type(result) is not FakeTensor:
+    if type(result) is not FakeTensor or result.layout is not torch.strided:
         raise _Unlike
     homes = [tensor.untyped_storage()._cdata for tensor in tensors]
     home, offset = None, _offset(result)

@@ -16,10 +16,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from cadence_fx._torch import backend_error, original_of, patient_tracing
-from cadence_fx._torch_propagation import once_a_kind
+from cadence_fx._torch_propagation import twice_a_kind
 from cadence_fx.catalog import CatalogEntry
 from cadence_fx.errors import ContractError
 from cadence_fx.example import ExampleCall, Variant
+from cadence_fx.locks import new_lock
 from cadence_fx.lookup import program_of
 from cadence_fx.program import Program
 from cadence_fx.report import Report, report
@@ -30,10 +31,14 @@ _QUIET_SECONDS = 2.0
 # The module may be another one after the declared stream has been walked once (tables built, counters on their way):
 # the calls of later turns meet it so.
 _ROUNDS = 2
+# Following code is not safe in several threads at once, whichever code they follow: PyTorch's tracers are process-wide.
+_one_at_a_time = new_lock()
 
 
 def warm_up(compiled: Any, *args: Any, progress: bool | None = None, **kwargs: Any) -> Report:
     """Capture every class of the declared stream, then seal. Under the kill switch (`switch`) nothing is done.
+
+    Warm-ups of several threads take turns.
 
     Args:
         compiled: what `torch.compile(..., backend="cadence")` returned.
@@ -62,6 +67,12 @@ def warm_up(compiled: Any, *args: Any, progress: bool | None = None, **kwargs: A
     call.check()
     if is_off():  # whoever has thrown the kill switch gets eager calls, and no error from what would have sped them up
         return report(compiled)
+    with _one_at_a_time:
+        _capture(program, original, call, progress)
+    return report(compiled)
+
+
+def _capture(program: Program, original: Any, call: ExampleCall, progress: bool | None) -> None:
     entries = program.catalog.entries
     tell = _Progress(len(entries) + 1, program.name, progress)
     program.unseal()
@@ -91,13 +102,12 @@ def warm_up(compiled: Any, *args: Any, progress: bool | None = None, **kwargs: A
             raise inner from error
     program.seal()
     tell.done(program)
-    return report(compiled)
 
 
 @contextlib.contextmanager
 def _tracing() -> Iterator[None]:
     """What makes compiling many graphs of one model possible, and cheaper."""
-    with patient_tracing(), once_a_kind(), _patient_collector():
+    with patient_tracing(), twice_a_kind(), _patient_collector():
         yield
 
 

@@ -176,3 +176,25 @@ def test_D47_padding_is_not_exact() -> None:
         for _ in range(2):
             assert_same(replay(x, frames), exact, f"{length} frames")
     assert different > 0
+
+
+def test_warm_ups_of_several_threads_take_turns() -> None:
+    """And leave the collector's thresholds as they were."""
+    before, names = gc.get_threshold(), ["AppendLast", "PromptAppend", "SolverStack"]
+    pairs: dict[str, Pair] = {}
+
+    def warm(name: str) -> None:
+        with torch.no_grad():
+            pairs[name] = Pair(BY_NAME[name])
+
+    threads = [threading.Thread(target=warm, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert gc.get_threshold() == before
+    with torch.no_grad():
+        for name in names:
+            for _ in range(4):
+                pairs[name].call()
+            assert pairs[name].missed() == Counter()
