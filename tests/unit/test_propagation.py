@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -232,3 +234,53 @@ def test_blocks_of_several_threads_may_overlap(ran: Counter[str]) -> None:
     assert ran["linear"] == 3
     second.__exit__(None, None, None)
     assert torch._dynamo.utils.run_node is stock
+
+
+# Each makes a matrix of two; most are views, at places that differ from one to the next.
+STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "rows": lambda v, w: v[1:],
+    "last rows": lambda v, w: v[-2:],
+    "half of the columns": lambda v, w: v[:, : v.shape[1] // 2 + 1],
+    "every second": lambda v, w: v[:, ::2],
+    "turned": lambda v, w: v.t(),
+    "first of two": lambda v, w: v.chunk(2, dim=1)[0],
+    "last of several": lambda v, w: v.split(1, dim=0)[-1],
+    "widened": lambda v, w: v[:1].expand(3, -1),
+    "picked": lambda v, w: v.unsqueeze(1).select(1, 0),
+    "as integers": lambda v, w: v.contiguous().view(torch.int32).float(),
+    "real part": lambda v, w: torch.complex(v, v).real,
+    "joined": lambda v, w: torch.cat([v.reshape(-1), w.reshape(-1)])[None],
+    "stacked": lambda v, w: torch.stack([v, v]).flatten(0, 1),
+    "sum": lambda v, w: v + w.sum(),
+    "product": lambda v, w: v @ v.t(),
+    "normalised": lambda v, w: nn.functional.layer_norm(v, v.shape[1:]),
+    "spread": lambda v, w: v.softmax(-1).double().float(),
+    "written": lambda v, w: v.clone().add_(w.mean()),
+    "filled": lambda v, w: torch.zeros_like(v).copy_(v),
+    "chosen": lambda v, w: torch.where(v > 0, v, -v),
+    "padded": lambda v, w: nn.functional.pad(v, (1, 0)),
+    "itself": lambda v, w: v.contiguous(),
+}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 9), st.integers(0, 9)), min_size=4, max_size=24)
+)
+def test_random_programs_have_the_metadata_of_stock_dynamo(program: list[tuple[str, int, int]]) -> None:
+    def code(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        values = [x, y, y[:, 1:]]
+        for name, i, j in program:
+            v, w = values[-1 - i % len(values)], values[-1 - j % len(values)]
+            values.append(STEPS[name](v, w) if v.numel() else v)
+        return tuple(values[3:])
+
+    with torch.inference_mode():
+        args = torch.randn(4, 6), torch.randn(3, 8)
+        stock, conditions = traced(code, *args)
+        with twice_a_kind():
+            ours, found = traced(code, *args)
+    assert str(ours) == str(stock)
+    for mine, theirs in zip(ours.nodes, stock.nodes, strict=True):
+        assert shown(mine.meta.get("example_value")) == shown(theirs.meta.get("example_value")), mine
+    assert (memories(ours), found) == (memories(stock), conditions)
