@@ -17,7 +17,7 @@ from cadence_fx.admission import Admission
 from cadence_fx.binding import Binding, Instance, scalar_outputs
 from cadence_fx.catalog import CatalogEntry
 from cadence_fx.errors import CadenceError, NotCapturable, RetentionMismatch
-from cadence_fx.layout import Layout, in_layout, is_channels_last, layout_of, strided_copy
+from cadence_fx.layout import Layout, in_layout, is_channels_last, layout_of, same_geometry_copy
 from cadence_fx.ledger import log
 from cadence_fx.pairing import Pairing, extents
 from cadence_fx.parking import awake
@@ -421,7 +421,7 @@ class GraphPlanner:
                 outputs[output] = received.contiguous() if harmless else received
             elif carry.owns(state):
                 outputs[output] = state.clone()
-        return [strided_copy(o) if self._is_carried(o, i) else o for i, o in enumerate(outputs)]
+        return [same_geometry_copy(o) if self._is_carried(o, i) else o for i, o in enumerate(outputs)]
 
     def _is_carried(self, out: Any, index: int) -> bool:
         """An output that is a view of a carry without being a state would change behind the user's back."""

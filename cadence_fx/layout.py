@@ -32,14 +32,11 @@ def is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def same_geometry_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A private copy with the same strides, which are part of a signature; the tensor must not be expanded."""
+    """A private copy with the same strides, where `clone` would close holes and make expanded elements several."""
+    if tensor.numel() and is_expanded(tensor):
+        return in_layout(tensor, (tuple(tensor.stride()), 0))
     buffer = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return buffer.copy_(tensor)
-
-
-def strided_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A private copy with the same strides, where `clone` would close holes and make expanded elements several."""
-    return in_layout(tensor, (tuple(tensor.stride()), 0)) if tensor.numel() else tensor.clone()
 
 
 def is_channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cadence_fx.layout import layout_of, strided_copy
+from cadence_fx.layout import layout_of, same_geometry_copy
 from cadence_fx.plan import Plan, RegionUse
 from cadence_fx.signature import SCALARS, is_plain
 
@@ -141,4 +141,4 @@ def hand_out(rules: Sequence[OutputRule], raw: Sequence[Any], args: Sequence[Any
 
 
 def _copy(out: torch.Tensor, rule: OutputRule) -> torch.Tensor:
-    return out.clone() if rule.dense else strided_copy(out)
+    return out.clone() if rule.dense else same_geometry_copy(out)

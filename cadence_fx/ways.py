@@ -18,7 +18,7 @@ from torch import fx
 from cadence_fx.branches import on_branches
 from cadence_fx.errors import NotCapturable, PassFailed
 from cadence_fx.kept import Keep, KeptValues
-from cadence_fx.layout import strided_copy
+from cadence_fx.layout import same_geometry_copy
 from cadence_fx.ledger import log
 from cadence_fx.passes import Edit, ParallelBranches, Pass, PassContext, SplitHost, is_needed, run_passes
 from cadence_fx.plan import RegionUse, Way
@@ -196,7 +196,7 @@ def written_back(forward: Callable[..., Sequence[Any]], uses: Sequence[RegionUse
         outputs = list(forward(*args))
         for i, out in enumerate(outputs):
             if isinstance(out, torch.Tensor) and any(carry.owns(out) for carry in overwritten):
-                outputs[i] = strided_copy(out)
+                outputs[i] = same_geometry_copy(out)
         for output, home in zip(receiving, homes, strict=True):
             home.copy_(outputs[output])
             outputs[output] = home

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cadence_fx.forms import Form, forms, odd_value
-from cadence_fx.layout import strided_copy
+from cadence_fx.layout import same_geometry_copy
 
 
 def described(
@@ -62,6 +62,6 @@ def test_outputs_that_are_no_tensors(mine: Any, theirs: Any, odd: str | None) ->
     ids=["holes", "expanded", "empty", "number"],
 )
 def test_a_copy_with_the_same_strides(view: torch.Tensor) -> None:
-    copy = strided_copy(view)
+    copy = same_geometry_copy(view)
     assert copy.stride() == view.stride() and copy.equal(view)
     assert not view.numel() or copy.data_ptr() != view.data_ptr()
