@@ -23,10 +23,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 from cadence_fx._torch import ambient_state
-from cadence_fx._torch_retrace import is_pytorchs
+from cadence_fx._torch_retrace import Unlike, is_pytorchs, told_by
 from cadence_fx.locks import new_lock
-
-_PLAIN = (bool, int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(...))
 
 
 @contextlib.contextmanager
@@ -87,10 +85,6 @@ def _is_watched() -> bool:
     )
 
 
-class _Unlike(Exception):
-    """A node is not told by its target, its plain arguments and the metadata of its tensors."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Input:
     """A result that is an argument."""
@@ -112,7 +106,7 @@ class _Made:
 
 
 class _Kinds:
-    """What the first node of each kind gave, in one compilation."""
+    """What the first two nodes of each kind gave, in one compilation."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
@@ -179,38 +173,25 @@ class _Twice:
 def _kind(node: fx.Node, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> Any:
     """What decides about the result of an operator; its tensors are collected in order. None where more does."""
     try:
-        described = _described((args, kwargs), tensors)
+        described = told_by((args, kwargs), tensors, _metadata)
         modes = tuple(ambient_state(kind) for kind in sorted({tensor.fake_device.type for tensor in tensors}))
         kind = (node.op, node.target, described, _sharing(tensors), modes)
         hash(kind)
-    except (_Unlike, TypeError):
+    except (Unlike, TypeError):
         return None
     return kind if tensors else None
 
 
-def _described(value: Any, tensors: list[FakeTensor]) -> Any:
-    """What decides about an argument; its tensors are collected in order."""
-    if isinstance(value, torch.Tensor):
-        if type(value) is not FakeTensor or value.constant is not None or value.layout is not torch.strided:
-            raise _Unlike
-        if value.is_conj() or value.is_neg():
-            raise _Unlike
-        tensors.append(value)
-        return (_sizes(value.shape), _sizes(value.stride()), value.dtype, value.fake_device, value.requires_grad,
-                value.is_inference(), isinstance(value, torch.nn.Parameter))  # fmt: skip
+def _metadata(value: Any) -> Any:
+    """What decides about a tensor without data, or about a size that is a symbol."""
     if isinstance(value, torch.SymInt):
         return torch.SymInt, value.node.expr
-    if isinstance(value, (list, tuple)):
-        return type(value), *[_described(item, tensors) for item in value]
-    if isinstance(value, dict):
-        return dict, *[(name, _described(item, tensors)) for name, item in value.items()]
-    if isinstance(value, slice):
-        return slice, *[_described(part, tensors) for part in (value.start, value.stop, value.step)]
-    if isinstance(value, float):
-        return float, value.hex()
-    if isinstance(value, _PLAIN):
-        return type(value), value
-    raise _Unlike
+    if type(value) is not FakeTensor or value.constant is not None or value.layout is not torch.strided:
+        raise Unlike
+    if value.is_conj() or value.is_neg():
+        raise Unlike
+    return (_sizes(value.shape), _sizes(value.stride()), value.dtype, value.fake_device, value.requires_grad,
+            value.is_inference(), isinstance(value, torch.nn.Parameter))  # fmt: skip
 
 
 def _sharing(tensors: list[FakeTensor]) -> tuple[Any, ...]:
@@ -231,16 +212,16 @@ def _taken_apart(result: Any, tensors: list[FakeTensor]) -> Any:
         if result is tensor:
             return _Input(number)
     if type(result) is not FakeTensor or result.layout is not torch.strided:
-        raise _Unlike
+        raise Unlike
     homes = [tensor.untyped_storage()._cdata for tensor in tensors]
     home, offset = None, _offset(result)
     if result.untyped_storage()._cdata in homes:
         home = homes.index(result.untyped_storage()._cdata)
         if tensors[home].dtype != result.dtype:
-            raise _Unlike  # offsets are counted in elements
+            raise Unlike  # offsets are counted in elements
         offset -= _offset(tensors[home])
     if result.requires_grad:
-        raise _Unlike
+        raise Unlike
     return _Made(
         home, offset, tuple(result.shape), result.stride(), result.dtype, result.fake_device, result.is_inference()
     )
@@ -249,7 +230,7 @@ def _taken_apart(result: Any, tensors: list[FakeTensor]) -> Any:
 def _geometry(values: Sequence[Any]) -> list[Any]:
     """All that later operators can see of tensors without data, and which of them have one memory."""
     tensors: list[FakeTensor] = []
-    described = _described(values, tensors)
+    described = told_by(values, tensors, _metadata)
     homes = [tensor.untyped_storage()._cdata for tensor in tensors]
     memory = [_sizes([tensor.untyped_storage().nbytes()]) for tensor in tensors]
     return [described, list(map(homes.index, homes)), memory, [_offset(tensor) for tensor in tensors]]
@@ -262,14 +243,14 @@ def _sizes(sizes: Iterable[Any]) -> tuple[Any, ...]:
 
 def _expression(size: torch.SymInt) -> Any:
     if not size.node.has_hint():
-        raise _Unlike
+        raise Unlike
     return size.node.expr
 
 
 def _offset(tensor: torch.Tensor) -> int:
     offset = tensor.storage_offset()
     if not isinstance(offset, int):
-        raise _Unlike
+        raise Unlike
     return offset
 
 

@@ -72,7 +72,7 @@ def lazy_module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     return _LazyGraphModule(root, graph, type(root).__name__)
 
 
-class _Unlike(Exception):
+class Unlike(Exception):
     """A node is not told by its target, its plain arguments and the metadata of its tensors."""
 
 
@@ -177,16 +177,17 @@ class _Copier(fx.Interpreter):
         tensors: list[Any] = []
         try:
             if n.op == "call_function" and not is_pytorchs(n.target):
-                raise _Unlike
-            key: Any = (n.op, n.target, self._key([args, kwargs], tensors), self._sharing(tensors))
+                raise Unlike
+            told = told_by([args, kwargs], tensors, lambda tensor: self._describe(tensor).metadata)
+            key: Any = (n.op, n.target, told, self._sharing(tensors))
             pattern = self._patterns.get(key, _UNKNOWN)
             if not isinstance(pattern, _Pattern):  # perhaps it matters where in their memory the tensors are
                 key = (*key, tuple(self._describe(tensor).offset for tensor in tensors))
                 pattern = self._patterns.get(key, _UNKNOWN)
-        except (_Unlike, TypeError):
+        except (Unlike, TypeError):
             key, pattern = None, None
         if isinstance(pattern, _Pattern):
-            with contextlib.suppress(_Unlike):
+            with contextlib.suppress(Unlike):
                 return self._append(pattern, n, tensors)
         self._trace_on()
         if key is not None and pattern is not None:
@@ -213,35 +214,18 @@ class _Copier(fx.Interpreter):
 
     # -- kinds --------------------------------------------------------------------------------------------------------
 
-    def _key(self, value: Any, tensors: list[Any]) -> Any:
-        """What decides about an argument; its tensors are collected in order."""
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-            return self._describe(value).metadata
-        if isinstance(value, (list, tuple)):
-            return type(value), *[self._key(item, tensors) for item in value]
-        if isinstance(value, dict):
-            return dict, *[(name, self._key(item, tensors)) for name, item in value.items()]
-        if isinstance(value, slice):
-            return slice, *[self._key(part, tensors) for part in (value.start, value.stop, value.step)]
-        if isinstance(value, float):
-            return float, value.hex()
-        if isinstance(value, _PLAIN):
-            return type(value), value
-        raise _Unlike
-
-    def _describe(self, tensor: torch.Tensor) -> _Described:
+    def _describe(self, tensor: Any) -> _Described:
         known = self._described.get(id(tensor))
         if known is not None:
             return known
         if type(tensor) is not FakeTensor or tensor.constant is not None:
-            raise _Unlike
+            raise Unlike
         with torch._C.DisableTorchFunction():  # the tracer's mode would look at every attribute that is read
             if tensor.layout is not torch.strided:
-                raise _Unlike
+                raise Unlike
             slot = get_proxy_slot(tensor, self._tracer, None)
             if slot is None or slot.constant is not None or tensor.is_conj() or tensor.is_neg():
-                raise _Unlike
+                raise Unlike
             storage = tensor.untyped_storage()
             metadata = (
                 tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad,
@@ -288,16 +272,16 @@ class _Copier(fx.Interpreter):
         try:
             after = map(self._describe, tensors)
             if any(old.all() != new.all() for old, new in zip(before, after, strict=True)):
-                raise _Unlike
+                raise Unlike
             return result, self._pattern(n, tensors, slots, list(_after(last)), result)
-        except _Unlike:
+        except Unlike:
             return result, None
 
     def _pattern(
         self, n: fx.Node, tensors: list[Any], slots: list[fx.Node], nodes: list[fx.Node], result: Any
     ) -> _Pattern:
         if not nodes and not _only_reads(n):
-            raise _Unlike
+            raise Unlike
         numbers = {node: _Slot(False, i) for i, node in enumerate(nodes)}
         inputs = {node: _Slot(True, i) for i, node in reversed([*enumerate(slots)])}
         homes: dict[int, tuple[_Slot, int, torch.dtype]] = {}
@@ -315,7 +299,7 @@ class _Copier(fx.Interpreter):
         def slot(node: fx.Node) -> Any:
             found = numbers.get(node) or inputs.get(node)
             if found is None:
-                raise _Unlike  # a constant, or something that an earlier node has left
+                raise Unlike  # a constant, or something that an earlier node has left
             return found
 
         def value(val: Any, number: int) -> Any:
@@ -330,14 +314,14 @@ class _Copier(fx.Interpreter):
                 return type(val)(value(item, number) for item in val)
             if isinstance(val, (*_PLAIN, float)):
                 return val
-            raise _Unlike
+            raise Unlike
 
         steps = []
         for number, node in enumerate(nodes):
             if not _is_aten(node) or _is_telling(node):
-                raise _Unlike
+                raise Unlike
             if not all(n in numbers or n in inputs for n in node.all_input_nodes):
-                raise _Unlike
+                raise Unlike
             args, kwargs = fx.map_arg((node.args, node.kwargs), slot)
             steps.append(_Step(node.target, args, kwargs, _stem(node.name), value(node.meta.get("val"), number)))
         ids = {id(tensor): i for i, tensor in reversed([*enumerate(tensors)])}
@@ -349,7 +333,7 @@ class _Copier(fx.Interpreter):
                     return _Slot(True, ids[id(out)])
                 number = by_node.get(nodes.index(node) if (node := self._node_of(out)) in numbers else -1)
                 if number is None or self._geometry(out) != self._geometry(kept[number]):
-                    raise _Unlike
+                    raise Unlike
                 return _Slot(False, number)
             if isinstance(out, torch.Size):
                 return out
@@ -358,20 +342,20 @@ class _Copier(fx.Interpreter):
                 return type(out)(*made) if hasattr(out, "_fields") else type(out)(made)
             if isinstance(out, (*_PLAIN, float)):
                 return out
-            raise _Unlike
+            raise Unlike
 
         renamed = {}
         for i, (tensor, old) in enumerate(zip(tensors, slots, strict=True)):
             node = self._node_of(tensor)
             if node is not old:
                 if node not in numbers:
-                    raise _Unlike
+                    raise Unlike
                 renamed[i] = numbers[node].number
         return _Pattern(steps, values, outcome(result), nodes_of, renamed, anywhere)
 
     def _geometry(self, tensor: Any) -> tuple[Any, ...]:
         if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.requires_grad:
-            raise _Unlike
+            raise Unlike
         with torch._C.DisableTorchFunction():
             return (tensor.untyped_storage()._cdata, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(),
                     tensor.dtype, tensor.device, tensor.is_inference(), tensor.is_conj(), tensor.is_neg())  # fmt: skip
@@ -379,7 +363,7 @@ class _Copier(fx.Interpreter):
     def _node_of(self, tensor: Any) -> fx.Node:
         slot = get_proxy_slot(tensor, self._tracer, None)
         if slot is None or slot.constant is not None:
-            raise _Unlike
+            raise Unlike
         node: fx.Node = slot.proxy.node
         return node
 
@@ -438,10 +422,10 @@ _UNKNOWN = object()
 def _value(val: Any, homes: dict[int, tuple[_Slot, int, torch.dtype]], number: int) -> _Value:
     """The description of a traced tensor; it becomes the home of those that share its memory later."""
     if type(val) is not FakeTensor or val.constant is not None:
-        raise _Unlike
+        raise Unlike
     with torch._C.DisableTorchFunction():
         if val.layout is not torch.strided or val.requires_grad or val.is_conj() or val.is_neg():
-            raise _Unlike
+            raise Unlike
         storage, offset = val.untyped_storage(), int(val.storage_offset())
         shape, stride = tuple(val.shape), val.stride()
         home, begin, _ = homes.setdefault(storage._cdata, (_Slot(False, number), offset, val.dtype))
@@ -449,7 +433,7 @@ def _value(val: Any, homes: dict[int, tuple[_Slot, int, torch.dtype]], number: i
             return _Value(home, shape, stride, offset - begin, val.dtype, val.device, val.is_inference())
         span = 0 if 0 in shape else 1 + sum((s - 1) * t for s, t in zip(shape, stride, strict=True))
         if offset or storage.nbytes() != span * val.dtype.itemsize:
-            raise _Unlike  # a part of memory that no node shows
+            raise Unlike  # a part of memory that no node shows
         return _Value(None, shape, stride, 0, val.dtype, val.device, val.is_inference())
 
 
@@ -482,6 +466,31 @@ def _only_reads(n: fx.Node) -> bool:
     if n.op == "call_method":
         return n.target in _READS
     return n.target is getattr or getattr(n.target, "__module__", None) == "_operator"
+
+
+def told_by(value: Any, tensors: list[Any], metadata: Callable[[Any], Any]) -> Any:
+    """What decides about an argument of an operator; its tensors are collected in order.
+
+    Args:
+        metadata: what decides about a tensor, or about a size that is a symbol.
+
+    Raises:
+        Unlike: something else does.
+    """
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return metadata(value)
+    if isinstance(value, (list, tuple)):
+        return type(value), *[told_by(item, tensors, metadata) for item in value]
+    if isinstance(value, dict):
+        return dict, *[(name, told_by(item, tensors, metadata)) for name, item in value.items()]
+    if isinstance(value, slice):
+        return slice, *[told_by(part, tensors, metadata) for part in (value.start, value.stop, value.step)]
+    if isinstance(value, float):
+        return float, value.hex()
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    return metadata(value)
 
 
 def is_pytorchs(target: Any) -> bool:
