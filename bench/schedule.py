@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import json
 import statistics
 import sys
@@ -32,7 +31,7 @@ from bench import vendor
 from bench.remote import environment, machine, result_path, verdict
 from bench.token2wav_variants import Cadence, Subject, chunks
 from cadence_fx import SideStream
-from cadence_fx.bytesops import as_integers
+from cadence_fx.bytesops import digest
 
 STEPS = 25  # decoding steps in a period: one a speech token
 
@@ -93,10 +92,7 @@ class Segment:
         self.mel.clear()
 
     def digest(self) -> str:
-        sha = hashlib.sha256()
-        for mel in self.mel:
-            sha.update(as_integers(mel).cpu().numpy().tobytes())
-        return sha.hexdigest() + self.subject.state_digest()
+        return digest(*self.mel) + self.subject.state_digest()
 
 
 def eager_digests(sizes: vendor.Sizes, device: torch.device, turns: int, count: int) -> list[str]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import json
 import re
 import statistics
@@ -30,7 +29,7 @@ import torch
 from bench import vendor
 from bench.remote import Remote, environment, machine, result_path, verdict
 from bench.token2wav_variants import VARIANTS, Subject, Timed, chunks, variant
-from cadence_fx.bytesops import as_integers
+from cadence_fx.bytesops import digest
 
 MIB = 2**20
 CHECK_CHUNKS = 8  # of the turn that is compared before timing starts: the window fills, then slides
@@ -98,12 +97,9 @@ class Worker:
             subject(tokens)
             self._synchronize()
             times.append((time.perf_counter() - start) * 1e3)
-        sha = hashlib.sha256()
-        for mel in subject.probe.mel:
-            sha.update(as_integers(mel).cpu().numpy().tobytes())
         if self._timed is not None:
             times = list(self._timed.ms)
-        return {"ms": times, "mel": sha.hexdigest(), "state": subject.state_digest()}
+        return {"ms": times, "mel": digest(*subject.probe.mel), "state": subject.state_digest()}
 
     def vocoder(self) -> float:
         """Median milliseconds of the eager vocoder on a steady chunk."""

@@ -104,19 +104,26 @@ def memories(graph: fx.Graph) -> list[list[str]]:
     return sorted(found.values())
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_graph_metadata_and_guards_are_those_of_stock_dynamo(mode: str) -> None:
-    module = Stack()
-    with MODES[mode]():
-        args = torch.randn(1, 4, 8), torch.randn(1, 6, 8)
-        stock, conditions = traced(module, *args)
-        with twice_a_kind():
-            ours, found = traced(module, *args)
-    assert str(ours) == str(stock)
+def check_metadata(ours: fx.Graph, stock: fx.Graph) -> None:
     for mine, theirs in zip(ours.nodes, stock.nodes, strict=True):
         assert shown(mine.meta.get("example_value")) == shown(theirs.meta.get("example_value")), mine
+
+
+def check(code: Any, *args: Tensor) -> None:
+    """Graph, metadata and conditions are those of stock Dynamo."""
+    stock, conditions = traced(code, *args)
+    with twice_a_kind():
+        ours, found = traced(code, *args)
+    assert str(ours) == str(stock)
+    check_metadata(ours, stock)
     assert memories(ours) == memories(stock)
     assert found == conditions
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_graph_metadata_and_guards_are_those_of_stock_dynamo(mode: str) -> None:
+    with MODES[mode]():
+        check(Stack(), torch.randn(1, 4, 8), torch.randn(1, 6, 8))
 
 
 @pytest.fixture
@@ -153,8 +160,7 @@ def test_what_the_second_of_a_kind_gives_otherwise_is_run_every_time(
         with twice_a_kind():
             ours, _ = traced(placed, *args)
     assert ran["as_strided"] == 5
-    for mine, theirs in zip(ours.nodes, stock.nodes, strict=True):
-        assert shown(mine.meta.get("example_value")) == shown(theirs.meta.get("example_value")), mine
+    check_metadata(ours, stock)
 
 
 def test_results_that_have_no_memory_to_compare() -> None:
@@ -209,14 +215,7 @@ def switched(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("mode", ["inference", "no_grad"])
 def test_code_that_is_not_told_by_its_arguments(code: Callable[..., Any], mode: str) -> None:
     with MODES[mode]():
-        args = torch.randn(3, 4), torch.randn(3, 4)
-        stock, conditions = traced(code, *args)
-        with twice_a_kind():
-            ours, found = traced(code, *args)
-    assert str(ours) == str(stock)
-    for mine, theirs in zip(ours.nodes, stock.nodes, strict=True):
-        assert shown(mine.meta.get("example_value")) == shown(theirs.meta.get("example_value")), mine
-    assert (memories(ours), found) == (memories(stock), conditions)
+        check(code, torch.randn(3, 4), torch.randn(3, 4))
 
 
 def test_blocks_of_several_threads_may_overlap(ran: Counter[str]) -> None:
@@ -276,11 +275,4 @@ def test_random_programs_have_the_metadata_of_stock_dynamo(program: list[tuple[s
         return tuple(values[3:])
 
     with torch.inference_mode():
-        args = torch.randn(4, 6), torch.randn(3, 8)
-        stock, conditions = traced(code, *args)
-        with twice_a_kind():
-            ours, found = traced(code, *args)
-    assert str(ours) == str(stock)
-    for mine, theirs in zip(ours.nodes, stock.nodes, strict=True):
-        assert shown(mine.meta.get("example_value")) == shown(theirs.meta.get("example_value")), mine
-    assert (memories(ours), found) == (memories(stock), conditions)
+        check(code, torch.randn(4, 6), torch.randn(3, 8))
