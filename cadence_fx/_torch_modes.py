@@ -1,7 +1,7 @@
 """The process-wide and thread-wide switches of PyTorch, as one thing that can be read, compared and put back.
 
-`_torch.ambient_state` has those that decide which kernels a call runs, and is read in every call. This is for code of
-others that runs once in a while and may leave any of them changed behind it.
+`_torch_switches.ambient_state` has those that decide which kernels a call runs, and is read in every call. This is for
+code of others that runs once in a while and may leave any of them changed behind it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch.utils._device
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from cadence_fx._torch import Determinism, WithoutFunctionModes, flushes_denormals
+from cadence_fx._torch import WithoutFunctionModes
+from cadence_fx._torch_switches import Determinism, flushes_denormals
 
 _c: Any = torch._C
 

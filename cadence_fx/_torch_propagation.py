@@ -22,8 +22,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-from cadence_fx._torch import ambient_state
 from cadence_fx._torch_retrace import Unlike, is_pytorchs, told_by
+from cadence_fx._torch_switches import ambient_state
 from cadence_fx.locks import new_lock
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from cadence_fx._torch import Determinism, inductor_deterministic
+from cadence_fx._torch_switches import Determinism, inductor_deterministic
 from cadence_fx.errors import SetTooLate
 from cadence_fx.locks import new_lock
 

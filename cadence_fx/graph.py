@@ -11,8 +11,9 @@ import sympy
 import torch
 from torch import fx
 
-from cadence_fx._torch import CompileSite, ambient_state, example_shape, example_value
+from cadence_fx._torch import CompileSite, example_shape, example_value
 from cadence_fx._torch_retrace import to_static_aten
+from cadence_fx._torch_switches import ambient_state
 from cadence_fx.admission import Admission
 from cadence_fx.binding import Binding, Instance, scalar_outputs
 from cadence_fx.catalog import CatalogEntry

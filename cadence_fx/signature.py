@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cadence_fx._torch import ambient_names, ambient_state
+from cadence_fx._torch_switches import ambient_names, ambient_state
 
 # Vectorised kernels look at most at this alignment, in bytes; the allocator gives every fresh tensor at least as much.
 ALIGNMENT = 16

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cadence_fx
-from cadence_fx._torch import ambient_names, ambient_state
+from cadence_fx._torch_switches import ambient_names, ambient_state
 from tests.harness import Pair
 from tests.streams import BY_NAME
 

@@ -11,7 +11,7 @@ import torch
 
 import cadence_fx
 from cadence_fx import deterministic
-from cadence_fx._torch import Determinism
+from cadence_fx._torch_switches import Determinism
 from cadence_fx.determinism import VARIABLE
 from cadence_fx.errors import CadenceError, SetTooLate
 

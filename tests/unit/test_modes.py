@@ -11,8 +11,8 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
-from cadence_fx._torch import ambient_names, ambient_state
 from cadence_fx._torch_modes import modes_kept
+from cadence_fx._torch_switches import ambient_names, ambient_state
 
 HELD: list[Any] = []  # a mode that is let go of is left
 
@@ -103,7 +103,7 @@ def test_code_that_raises_has_its_own_error_and_changes_nothing() -> None:
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_every_switch_that_is_part_of_a_signature_is_among_them(device_type: str) -> None:
     """One that a release adds to the signature is to be put back too."""
-    from cadence_fx import _torch, _torch_modes
+    from cadence_fx import _torch_modes, _torch_switches
 
     kept = {switch.name for switch in _torch_modes._SWITCHES}
     together = (
@@ -114,5 +114,5 @@ def test_every_switch_that_is_part_of_a_signature_is_among_them(device_type: str
         "cuDNN benchmark",
         "oneDNN d",
     )
-    single = [name for name in _torch._AMBIENT[device_type] if not name.startswith(together)]
+    single = [name for name in _torch_switches._AMBIENT[device_type] if not name.startswith(together)]
     assert not [name for name in single if name not in kept and name not in ("stream capture", "cuDNN benchmark limit")]
