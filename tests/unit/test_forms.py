@@ -58,8 +58,14 @@ def test_outputs_that_are_no_tensors(mine: Any, theirs: Any, odd: str | None) ->
 
 @pytest.mark.parametrize(
     "view",
-    [torch.arange(12.0).view(3, 4)[:, ::2], torch.arange(3.0)[:, None].expand(3, 4), torch.ones(2, 0), torch.ones(())],
-    ids=["holes", "expanded", "empty", "number"],
+    [
+        torch.arange(12.0).view(3, 4)[:, ::2],
+        torch.arange(3.0)[:, None].expand(3, 4),
+        torch.ones(2, 0),
+        torch.empty_strided((2, 0, 3), (7, 1, 0)),
+        torch.ones(()),
+    ],
+    ids=["holes", "expanded", "empty", "empty with strides of its own", "number"],
 )
 def test_a_copy_with_the_same_strides(view: torch.Tensor) -> None:
     copy = same_geometry_copy(view)
