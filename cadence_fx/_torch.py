@@ -26,12 +26,21 @@ from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manag
 from torch.overrides import TorchFunctionMode as TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 tree_flatten = pytree.tree_flatten
 WithoutFunctionModes = torch._C.DisableTorchFunction
 tree_unflatten = pytree.tree_unflatten
 tree_leaves = pytree.tree_leaves
 tree_map_only = pytree.tree_map_only
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """What is done inside is not seen by any dispatch or function mode."""
+    with _disable_current_modes(), WithoutFunctionModes():
+        yield
+
 
 CompileWrapper = getattr(torch, "_TorchCompileWrapper")  # noqa: B009 - private, kept in one place
 OptimizedModule = torch._dynamo.eval_frame.OptimizedModule

@@ -9,6 +9,7 @@ point, so that a call which captures a class is answered like any other.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from cadence_fx.outputs import OutputRule
 from cadence_fx.passes import EditContext
 from cadence_fx.plan import Miss, Plan, RegionUse, Way, destinations
 from cadence_fx.reached import Reached
-from cadence_fx.recorder import EditFailed, Recording, record
+from cadence_fx.recorder import EditFailed, Recording, Run, record
 from cadence_fx.residents import HostedRecording, RefreshedRecording
 from cadence_fx.signature import ALIGNMENT, is_lazy, is_plain
 from cadence_fx.trials import Trials
@@ -143,6 +144,8 @@ def capture(
         if isinstance(recording, Miss):
             return recording
     finally:
+        if plan.tape is not None:
+            plan.tape.stop()
         snapshot.restore()
     if recording is None:
         return Miss("certificate", "; ".join(plan.notes) or plan.label, lasting=True)
@@ -184,7 +187,10 @@ def _baseline(
     snapshot: certify.Snapshot,
     probed: Probed,
 ) -> certify.Outcome | Miss:
-    """What the class is compared with: a stock run that a second one repeats, generators included."""
+    """What the class is compared with: a stock run that a second one repeats, generators included.
+
+    Where operators do not repeat that can be left out of the recording, runs are compared with their results given.
+    """
     reference = probed.reference
     if probed.copies or plan.beside:
         plan.mutated.extend(probed.copies)
@@ -198,6 +204,15 @@ def _baseline(
     _, again = certify.run_reference(plan, static_args, snapshot)
     snapshot.restore()
     unstable = reference.differs_from(again)
+    split = plan.split(static_args, snapshot.restore) if unstable is not None and plan.split is not None else None
+    if split is not None:
+        plan.follow(split)
+        split.tape.start()
+        _, reference = certify.run_reference(plan, static_args, snapshot)
+        snapshot.restore()
+        _, again = certify.run_reference(plan, static_args, snapshot)
+        snapshot.restore()
+        unstable = reference.differs_from(again)
     if unstable is not None:
         culprit = find_culprit(lambda: plan.reference(*static_args), snapshot.restore)
         what = f"{unstable} differs between two eager runs on the same input; {culprit or 'no operator was caught'}"
@@ -233,7 +248,8 @@ def _record_certified(
         constants = [*(static_args[i] for i in plan.fixed if i not in plan.written), *kept]
         edited = EditContext(constants, device, way.cleared)
         try:
-            recording = record(lambda run=way.run: run(*everything), device, generators, way.edits, edited)  # type: ignore[misc]
+            run: Run = functools.partial(way.run, *everything)
+            recording = record(run, device, generators, way.edits, edited, way.breaks)
         except EditFailed as error:
             snapshot.restore()
             _dropped(plan, way, str(error), ledger)

@@ -27,16 +27,20 @@ from cadence_fx.recorder import Recording
 @dataclasses.dataclass(slots=True)
 class Outcome:
     """Everything one execution of a class produced, set aside: outputs and what they are besides their bytes, new
-    states, written arguments, and the states in which it left the generators."""
+    states, written arguments, and the states in which it left the generators. `astray`: an operator that does not
+    repeat and was given something else than in the stock run that it is held against, in words."""
 
     outputs: list[Any]
     forms: list[Form | None]
     states: list[torch.Tensor]
     written: list[torch.Tensor]
     generators: list[Any]
+    astray: str | None
 
     def differs_from(self, other: Outcome) -> str | None:
         """The first thing that differs, in words; None when every byte is equal and every output of the same form."""
+        if self.astray is not None or other.astray is not None:
+            return self.astray or other.astray
         for i, (a, b) in enumerate(zip(self.outputs, other.outputs, strict=True)):
             odd = odd_value(a, b)
             if odd is not None:
@@ -115,6 +119,8 @@ def run_recording(plan: Plan, static_args: Sequence[Any], recording: Recording, 
     refused = plan.host.enter(static_args) if plan.host is not None else None
     if refused is not None:
         return refused
+    if plan.tape is not None:
+        plan.tape.astray()  # what it was given while it was recorded is no matter
     outputs = recording.launch()
     states = [static_args[use.index] if use.output is None else use.carry.view(use.next_extent) for use in plan.regions]
     copied = _returned(plan) if recording.static_outputs else set()
@@ -142,4 +148,5 @@ def _outcome(
         [aside(s) for s in states],
         [aside(tensor) for tensor in (*(static_args[i] for i in plan.mutated), *plan.beside)],
         snapshot.generators.read(),
+        plan.tape.astray() if plan.tape is not None else None,
     )

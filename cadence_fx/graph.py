@@ -28,11 +28,11 @@ from cadence_fx.passes.graphs import GraphFacts, output_node
 from cadence_fx.passes.graphs import location as _location
 from cadence_fx.passes.layout import give_layout, reads_layout
 from cadence_fx.passes.provenance import Contradicted, Proved, prove_retentions
-from cadence_fx.plan import WATCHED, Miss, Plan, RegionUse
+from cadence_fx.plan import WATCHED, Miss, Plan, RegionUse, Split
 from cadence_fx.retention import Span
 from cadence_fx.signature import compare, fixed_key, is_lazy, is_plain, region_key, scalar_key, tensor_key
 from cadence_fx.twins import fingerprint, in_terms_of
-from cadence_fx.ways import Subject, ways
+from cadence_fx.ways import Subject, split_around, ways
 
 if TYPE_CHECKING:
     from cadence_fx.capture import ReplayClass
@@ -253,9 +253,12 @@ class GraphPlanner:
         reference = self._layouts(args)
 
         def stock(*given: Any) -> Sequence[Any]:
-            return self.gm.forward(
-                *(in_layout(arg, reference[i]) if i in reference and i in own else arg for i, arg in enumerate(given))
-            )
+            placed = [in_layout(a, reference[i]) if i in reference and i in own else a for i, a in enumerate(given)]
+            with plan.tape.stock() if plan.tape is not None else contextlib.nullcontext():
+                return self.gm.forward(*placed)  # type: ignore[no-any-return]
+
+        def split(given: Sequence[Any], restore: Callable[[], None]) -> Split | None:
+            return split_around(subject, passes, lambda: stock(*given), given, restore, program.ledger)
 
         plan = Plan(
             ways=ways(subject, passes, edits, program.ledger.name),
@@ -269,6 +272,7 @@ class GraphPlanner:
             fingerprint=fingerprint(aten.graph, self.names),
             draws=any(map(draws, aten.graph.nodes)) if all_known(aten.graph) else None,
             notes=self._prove(aten, slots),
+            split=split,
         )
         plan.notes.extend(f"{self.names[i]} is read in the layout {layout}" for i, layout in layouts.items())
         return plan

@@ -33,6 +33,7 @@ class Ledger:
         misses: calls that ran eager, by reason.
         refusals: classes that were not admitted, by reason.
         invalidations: classes dropped because what they were bound to changed, by reason.
+        eager_operators: operator calls that ran eager in the middle of a replay, by reason.
         captures: classes captured; `late_captures` of them after the seal.
         adoptions: states copied into a carry because they did not live there.
         evacuations: states moved out of a carry because somebody still held them.
@@ -54,6 +55,7 @@ class Ledger:
         self.misses: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
         self.invalidations: Counter[str] = Counter()
+        self.eager_operators: Counter[str] = Counter()
         self.details: dict[str, dict[str, int]] = {}
         self.latencies_us: deque[float] = deque(maxlen=_WINDOW)
         self.seconds: dict[str, float] = {}
@@ -89,6 +91,7 @@ class Ledger:
         for reason in self.misses.keys() - self.refusals.keys():
             self.details.pop(reason, None)
         self.misses.clear()
+        self.eager_operators.clear()
         self.latencies_us.clear()
 
     def miss(self, reason: str, detail: str = "") -> None:
@@ -100,6 +103,10 @@ class Ledger:
         """Count a class that is not admitted."""
         self.refusals[reason] += 1
         self._note("refused", reason, detail)
+
+    def run_inside(self, reason: str, detail: str) -> None:
+        """Tell of an operator that runs eager in the middle of a class."""
+        self._note("eager inside a class", reason, detail)
 
     def invalidate(self, reason: str, detail: str = "") -> None:
         """Count a captured class that is dropped."""

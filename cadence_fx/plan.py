@@ -17,6 +17,7 @@ from cadence_fx.layout import Layout
 from cadence_fx.storage import Carry
 
 if TYPE_CHECKING:
+    from cadence_fx.eager_breaks import Breaks, Tape
     from cadence_fx.kept import KeptValues
     from cadence_fx.passes import Edit
     from cadence_fx.residents import HostSide
@@ -78,6 +79,7 @@ class Way:
         edits: what is done to the captured graph.
         cleared: see `EditContext`.
         idle: indices of fixed arguments that it neither reads nor writes, and that nothing it relies on was made of.
+        breaks: where it is not recorded.
     """
 
     name: str
@@ -88,6 +90,22 @@ class Way:
     edits: Sequence[Edit] = ()
     cleared: Sequence[torch.Tensor] = ()
     idle: frozenset[int] = frozenset()
+    breaks: Breaks | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Split:
+    """A computation with operators that do not repeat, as it may be recorded all the same.
+
+    Attributes:
+        ways: to run it in parts.
+        tape: of the results of these operators.
+        eager: which operators run eager between the parts, and the user's lines.
+    """
+
+    ways: Iterable[Way]
+    tape: Tape
+    eager: list[str]
 
 
 @dataclasses.dataclass(slots=True)
@@ -116,6 +134,10 @@ class Plan:
         reached: storage addresses of the tensors that a plain callable finds by itself.
         compared: inputs on which the certificate has compared the class with eager; 0 before it.
         fingerprint: of the computation, with arguments by name: equal ones compute the same thing.
+        split: how to run it in parts where it does not repeat its bytes, given the static arguments and what puts them
+            back; None where that is not known.
+        tape: of the results of the operators that do not repeat, where some do not.
+        eager: these operators, which run eager in every call, and the user's lines.
     """
 
     ways: Iterable[Way]
@@ -139,14 +161,23 @@ class Plan:
     reached: frozenset[int] = frozenset()
     host: HostSide | None = None
     kept: KeptValues | None = None
+    split: Callable[[Sequence[Any], Callable[[], None]], Split | None] | None = None
+    tape: Tape | None = None
+    eager: list[str] = dataclasses.field(default_factory=list)
 
     def admit(self, way: Way) -> None:
         """Settle for one way to run the class: what it leaves alone may be anywhere."""
         self.ways = [way]  # a recording reads the constants of its graph, and does not keep them alive
+        self.split = None  # it holds the call that is captured
         self.idle = way.idle
         self.fixed = [i for i in self.fixed if i not in way.idle]
         self.written = [i for i in self.written if i not in way.idle]
         self.notes.append(f"admitted: {way.name}")
+
+    def follow(self, split: Split) -> None:
+        """Run in parts."""
+        self.ways, self.tape, self.eager = split.ways, split.tape, split.eager
+        self.notes += [f"runs eager, since it does not repeat: {what}" for what in split.eager]
 
     def predicted_bytes(self, args: Sequence[Any]) -> int:
         """Bytes of the inputs that are neither aliased nor fixed."""

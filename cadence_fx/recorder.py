@@ -8,6 +8,7 @@ per device.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import weakref
@@ -18,9 +19,11 @@ import torch
 
 from cadence_fx._torch import abandon_pool, own_workspaces, uncached_casts
 from cadence_fx.captured_graph import DriverGraph, Unavailable
+from cadence_fx.eager_breaks import Breaks
 from cadence_fx.generators import default_generator
 from cadence_fx.ledger import log
 from cadence_fx.locks import new_lock
+from cadence_fx.parts import Parts
 from cadence_fx.passes import Edit, EditContext
 
 Run = Callable[[], Sequence[Any]]
@@ -69,30 +72,30 @@ class HostRecording:
 
 
 class CudaRecording:
-    """A captured CUDA graph.
+    """A captured CUDA graph, or several with what runs between them.
 
-    A launch reads the state of the generators the graph was captured with and moves it on, as eager would.
+    A launch reads the state of the generators the graphs were captured with and moves it on, as eager would.
 
     Args:
-        kept: memory outside the pool that the graph reads.
+        kept: memory outside the pool that the graphs read.
     """
 
     static_outputs = True
 
     def __init__(
         self,
-        graph: torch.cuda.CUDAGraph,
+        parts: Parts,
         outputs: Sequence[Any],
         nbytes: int,
         pool: DevicePool,
         kept: Sequence[torch.Tensor] = (),
     ) -> None:
-        self._graph = graph
+        self._graphs = parts.graphs
         self._outputs = outputs
         self._pool = pool
         self._kept = kept
         self.nbytes = nbytes
-        self._replay = graph.replay
+        self._replay = parts.launcher()
         self.closed = False
 
     def launch(self) -> Sequence[Any]:
@@ -106,14 +109,20 @@ class CudaRecording:
         if not self.closed:
             self.closed = True
             self._outputs = self._kept = ()
-            self._graph.reset()
+            self._replay = _nothing  # lets go of what runs between the graphs
+            for graph in self._graphs:
+                graph.reset()
             self._pool.live.discard(self)
 
     def abandon(self) -> None:
         """Never launch again, and leave alone what belongs to a CUDA context that this process does not have."""
         self.closed = True
         self._outputs = ()
-        _abandoned.append((self._graph, self._replay))
+        _abandoned.append((self._graphs, self._replay))
+
+
+def _nothing() -> None:
+    pass
 
 
 _abandoned: list[Any] = []
@@ -176,6 +185,7 @@ class DevicePool:
         generators: Sequence[torch.Generator],
         edits: Sequence[Edit] = (),
         context: EditContext | None = None,
+        breaks: Breaks | None = None,
     ) -> CudaRecording:
         """See `record`."""
         current = torch.cuda.current_stream(self.device)
@@ -187,17 +197,20 @@ class DevicePool:
                 self.handle = torch.cuda.graph_pool_handle()
             before = self.reserved_bytes()
             states = [(generator, generator.clone_state()) for generator in self._registered(generators)]
-            graph = torch.cuda.CUDAGraph(keep_graph=True) if edits else torch.cuda.CUDAGraph()
+            new = functools.partial(torch.cuda.CUDAGraph, keep_graph=True) if edits else torch.cuda.CUDAGraph
+            parts = Parts(new, functools.partial(self._capturing, generators))
             try:
-                outputs = self._capture(graph, run, generators)
+                with uncached_casts(), _no_collection():
+                    outputs = parts.record(run, breaks)
                 torch.cuda.synchronize(self.device)
                 if edits and context is not None:
-                    _edit(graph, edits, context)
+                    _edit(parts.graphs[0], edits, context)
                 kept = context.kept if context is not None else ()
                 added = self.reserved_bytes() - before + (context.added if context is not None else 0)
-                recording = CudaRecording(graph, outputs, added, self, kept)
+                added += sum(step.nbytes for step in parts.steps)
+                recording = CudaRecording(parts, outputs, added, self, kept)
             except BaseException:
-                self._repair(graph, states)
+                self._repair(parts.graphs, states)
                 raise
             self.live.add(recording)
             return recording
@@ -212,19 +225,22 @@ class DevicePool:
             current.wait_stream(self.stream)
         torch.cuda.synchronize(self.device)
 
-    def _capture(self, graph: torch.cuda.CUDAGraph, run: Run, generators: Sequence[torch.Generator]) -> Sequence[Any]:
+    @contextlib.contextmanager
+    def _capturing(self, generators: Sequence[torch.Generator], graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         for generator in self._registered(generators):
             graph.register_generator_state(generator)
         capture = torch.cuda.graph(graph, pool=self.handle, stream=self.stream, capture_error_mode="thread_local")
-        with uncached_casts(), own_workspaces(), _no_collection(), capture:
-            return run()
+        with own_workspaces(), capture:
+            yield
 
     def _registered(self, generators: Sequence[torch.Generator]) -> list[torch.Generator]:
         """The generators a graph of this device is captured with: the default one always is."""
         default = default_generator(self.device)
         return [default, *(generator for generator in generators if generator is not default)]
 
-    def _repair(self, graph: torch.cuda.CUDAGraph, states: Sequence[tuple[torch.Generator, torch.Generator]]) -> None:
+    def _repair(
+        self, graphs: Sequence[torch.cuda.CUDAGraph], states: Sequence[tuple[torch.Generator, torch.Generator]]
+    ) -> None:
         """After a capture that failed at whatever point: nothing captures, and generators and pool are usable.
 
         Generators stay marked as capturing, and every later draw would raise. A capture that succeeds takes the mark
@@ -234,12 +250,13 @@ class DevicePool:
         with torch.cuda.stream(self.stream):
             if torch.cuda.is_current_stream_capturing():
                 with contextlib.suppress(RuntimeError):
-                    graph.capture_end()
+                    graphs[-1].capture_end()
         if abandon_pool(self.device, self.handle):
-            self._broken.append(graph)
+            self._broken += graphs[-1:]
             self.handle = torch.cuda.graph_pool_handle()
-        with contextlib.suppress(RuntimeError):
-            graph.reset()
+        for graph in graphs:
+            with contextlib.suppress(RuntimeError):
+                graph.reset()
         try:
             self._capture_nothing([generator for generator, _ in states])
         except RuntimeError:
@@ -294,6 +311,7 @@ def record(
     generators: Sequence[torch.Generator] = (),
     edits: Sequence[Edit] = (),
     context: EditContext | None = None,
+    breaks: Breaks | None = None,
 ) -> Recording:
     """Record one execution of `run`, which reads and writes static tensors only.
 
@@ -304,6 +322,7 @@ def record(
     Args:
         generators: those `run` may draw from besides the default one of the device.
         edits: what is done to a CUDA graph before it is instantiated, with the facts in `context`.
+        breaks: where `run` is not recorded; then there are no edits.
 
     Raises:
         EditFailed: an edit raised.
@@ -312,7 +331,7 @@ def record(
     """
     if device.type != "cuda":
         return HostRecording(run)
-    return DevicePool.of(device).record(run, generators, edits, context)
+    return DevicePool.of(device).record(run, generators, edits, context, breaks)
 
 
 def give_back(device: torch.device) -> None:

@@ -95,6 +95,7 @@ def _counts(ledger: Any) -> dict[str, Any]:
         "misses": dict(ledger.misses),
         "refusals": dict(ledger.refusals),
         "invalidations": dict(ledger.invalidations),
+        "eager_operators": dict(ledger.eager_operators),
         "details": {reason: dict(seen) for reason, seen in ledger.details.items()},
         "adoptions": ledger.adoptions,
         "evacuations": ledger.evacuations,
@@ -121,6 +122,7 @@ def _class_facts(classes: list[ReplayClass], refused: Sequence[Miss]) -> dict[st
                 "pool_bytes": c.recording.nbytes,
                 "kept_bytes": c.plan.kept.nbytes if c.plan.kept is not None else 0,
                 "compared_inputs": c.plan.compared,
+                "eager_operators": list(c.plan.eager),
                 "notes": list(c.plan.notes),
             }
             for c in classes
@@ -194,6 +196,11 @@ def _text(facts: dict[str, Any]) -> str:
         for reason, count in sorted(facts[what].items()):
             lines.append(f"  {what[:-1] if what != 'misses' else 'miss'} {reason}: {count}")
             lines += [f"      {detail}" for detail in list(facts["details"].get(reason, {}))[:3] if detail]
+    for reason, count in sorted(facts["eager_operators"].items()):
+        lines.append(f"  operator calls that ran eager inside replays, {reason}: {count}")
+        lines += [
+            f"      {what}" for what in dict.fromkeys(w for c in facts["class_table"] for w in c["eager_operators"])
+        ]
     lines.append(f"  states adopted {facts['adoptions']}, evacuated {facts['evacuations']}")
     if facts.get("bytes"):
         figures = ", ".join(f"{name.replace('_', ' ')} {_size(count)}" for name, count in facts["bytes"].items())

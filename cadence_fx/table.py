@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 
 from cadence_fx._torch import copy_all, pointers_equal
 from cadence_fx.capture import ReplayClass, capture, overlap, unfit
+from cadence_fx.eager_breaks import Tape
 from cadence_fx.errors import CadenceError
 from cadence_fx.ledger import Ledger, log
 from cadence_fx.outputs import hand_out
@@ -147,6 +148,8 @@ class ReplayTable:
             args[i].copy_(buffer)
         entry.replays += 1
         self.ledger.replays += 1
+        if plan.eager:
+            self.ledger.eager_operators["not_reproducible"] += len(plan.eager)
         return hand_out(entry.rules, raw, args, entry.recording.static_outputs)
 
     def _launch_on_host(self, entry: ReplayClass, args: Sequence[Any]) -> Sequence[Any]:
@@ -172,6 +175,14 @@ class ReplayTable:
     def _key(self, args: Sequence[Any]) -> tuple[Any, ...]:
         key = call_key(args, self.regions, self.staged, self.scalars, self.device.type)
         return key + self.planner.key_part(args)
+
+    def tape(self, args: Sequence[Any]) -> Tape | None:
+        """Of the operators that run eager in the class of a call, where it has such ones."""
+        try:
+            entry = self.classes.get(self._key(args))
+        except Unkeyable:
+            return None
+        return entry.plan.tape if entry is not None else None
 
     def _miss(self, args: Sequence[Any], miss: Miss) -> Any:
         if miss is not WATCHED:
@@ -279,6 +290,8 @@ class ReplayTable:
         self.ledger.late_captures += self.sealed
         self.ledger.capture_seconds += entry.capture_seconds
         entry.ready_seconds = self.ledger.spent()
+        for what in plan.eager:
+            self.ledger.run_inside("not_reproducible", what)
         if self.sealed:
             log.warning("%s: class %s captured after the seal", self.ledger.name, plan.label)
         return entry

@@ -81,6 +81,7 @@ class Trials:
 
     def _vary(self, kind: int) -> None:
         self._snapshot.restore()
+        self._turn(kind)
         for seed, tensor in enumerate(self._varied):
             _KINDS[kind][1](tensor, seed)
 
@@ -114,12 +115,18 @@ class Trials:
         self._skip(kind, wrong if isinstance(again, str) else f"eager does not repeat {wrong}")
         return False
 
+    def _turn(self, kind: int | None) -> None:
+        """What operators that do not repeat have made on this input is what they make on it."""
+        if self._plan.tape is not None:
+            self._plan.tape.turn = kind
+
     def _skip(self, kind: int, problem: str) -> None:
         self._plan.notes.append(f"not compared on {_KINDS[kind][0]}: {problem}")
 
     def _settle(self) -> None:
         """Everything is as it was, and workspaces, which nobody saves, hold what the class's own data leaves there."""
         self._snapshot.restore()
+        self._turn(None)
         if self._varied and set(self._plan.written) - set(self._plan.mutated):
             self._plan.reference(*self._args)
             self._snapshot.restore()

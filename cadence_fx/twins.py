@@ -83,6 +83,8 @@ def in_terms_of(
         entry,
         plan=dataclasses.replace(
             plan,
+            ways=entry.plan.ways,
+            split=None,
             fixed=[moved[i] for i in entry.plan.fixed],
             idle=frozenset(moved[i] for i in entry.plan.idle),
             written=[moved[i] for i in entry.plan.written],
@@ -91,6 +93,8 @@ def in_terms_of(
             host=entry.plan.host.moved(moved) if entry.plan.host is not None else None,
             kept=entry.plan.kept.moved(moved) if entry.plan.kept is not None else None,
             label=entry.plan.label,
+            tape=entry.plan.tape,
+            eager=entry.plan.eager,
         ),
         rules=[rule(r) for r in entry.rules],
         pointers=pointers,

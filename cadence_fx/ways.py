@@ -16,13 +16,15 @@ import torch
 from torch import fx
 
 from cadence_fx.branches import on_branches
+from cadence_fx.eager_breaks import MOST_BREAKS, Breaks, Tape, describe, mark, put_breaks
 from cadence_fx.errors import NotCapturable, PassFailed
 from cadence_fx.kept import Keep, KeptValues
 from cadence_fx.layout import same_geometry_copy
-from cadence_fx.ledger import log
+from cadence_fx.ledger import Ledger, log
 from cadence_fx.passes import Edit, ParallelBranches, Pass, PassContext, SplitHost, is_needed, run_passes
-from cadence_fx.plan import RegionUse, Way
+from cadence_fx.plan import RegionUse, Split, Way
 from cadence_fx.residents import HostSide
+from cadence_fx.unsteady import find_unsteady
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class Subject:
         device: where the graph runs.
         context: new facts for the passes of one way.
         keep, restless: see `KeptValues`.
+        tape: where nodes of the graph are marked to run eager, of their results.
     """
 
     aten: fx.GraphModule
@@ -46,6 +49,11 @@ class Subject:
     context: Callable[[], PassContext]
     keep: Keep
     restless: set[str]
+    tape: Tape | None = None
+
+    def breaks(self, gm: fx.GraphModule) -> Breaks | None:
+        """Take the marked nodes out of what is recorded of a rewritten graph."""
+        return put_breaks(gm, self.aten.graph, self.tape) if self.tape is not None else None
 
     def _positions(self) -> dict[str, int]:
         return {node.name: i for i, node in enumerate(self.aten.graph.find_nodes(op="placeholder"))}
@@ -103,6 +111,36 @@ def ways(subject: Subject, passes: Sequence[Pass], edits: Sequence[Edit], name: 
     return chain([dataclasses.replace(way, edits=edits), unedited], others)
 
 
+def split_around(
+    subject: Subject,
+    passes: Sequence[Pass],
+    stock: Callable[[], Any],
+    args: Sequence[Any],
+    restore: Callable[[], None],
+    ledger: Ledger,
+) -> Split | None:
+    """How to run a computation in parts, between which what does not repeat runs eager; None where none is found that
+    does not, or where it cannot be left out of a recording.
+
+    Args:
+        stock: the computation, on the static arguments `args`.
+        restore: puts back what it writes.
+    """
+    found = find_unsteady(stock, subject.aten, args, restore)
+    if not 0 < len(found) <= MOST_BREAKS:
+        return None
+    told = [describe(each.node) for each in found]
+    tape = mark(found)
+    subject = dataclasses.replace(subject, tape=tape)
+    in_one_row = [pass_ for pass_ in passes if pass_.name != ParallelBranches.name]  # parts run one after another
+    try:
+        with ledger.timed("passes"):
+            return Split(ways(subject, in_one_row, [], ledger.name), tape, told)
+    except NotCapturable as error:
+        log.warning("%s: not recorded in parts: %s", ledger.name, error)
+        return None
+
+
 def _others(subject: Subject, passes: Sequence[Pass], changing: Sequence[str], name: str) -> Iterator[Way]:
     left_out: list[tuple[str, tuple[str, ...]]] = [(each, (each,)) for each in reversed(changing)]
     if len(changing) > 1:
@@ -147,6 +185,7 @@ def _rewritten(
             kept=subject.kept(context),
             cleared=tuple(context.cleared),
             idle=_idle(gm.graph, subject.aten.graph, context),
+            breaks=subject.breaks(gm),
         )
         changing = [*context.modified, *([ParallelBranches.name] if branched is not None else [])]
         return way, [each for each in changing if each in optional]
@@ -164,7 +203,14 @@ def _copied_back(subject: Subject, passes: Sequence[Pass], notes: list[str]) -> 
         context, gm = subject.context(), subject.aten
     run = written_back(Forward(gm), subject.uses)
     idle = _idle(gm.graph, subject.aten.graph, context)
-    return Way("state copied back", run, subject.host(context), [*notes, *context.notes], idle=idle)
+    return Way(
+        "state copied back",
+        run,
+        subject.host(context),
+        [*notes, *context.notes],
+        idle=idle,
+        breaks=subject.breaks(gm),
+    )
 
 
 def _idle(graph: fx.Graph, traced: fx.Graph, context: PassContext) -> frozenset[int]:

@@ -16,6 +16,7 @@ from cadence_fx.passes.operators import KNOWN_NAMESPACES, OpOverload, Place, ope
 __all__ = [
     "ALLOCATIONS",
     "MEMORY_OF",
+    "RUNS_EAGER",
     "KNOWN_NAMESPACES",
     "GraphFacts",
     "Liveness",
@@ -37,6 +38,8 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
+# In the meta of a node that is not recorded, since it does not repeat its bytes: the engine's. Passes leave it alone.
+RUNS_EAGER = "cadence_runs_eager"
 MEMORY_OF = "cadence_memory_of"  # in the meta of a placeholder: the name of another one, in whose memory it lies
 
 # Operators that return memory without giving it contents.
@@ -121,8 +124,9 @@ def may_write(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def is_impure(node: fx.Node) -> bool:
-    """Whether dropping ``node`` could be observed: it writes memory, draws random numbers, or is not known not to."""
-    if node.op in ("placeholder", "output"):
+    """Whether dropping ``node``, or making it once instead of twice, could be observed: it writes memory, draws random
+    numbers, does not repeat its bytes, or is not known not to."""
+    if node.op in ("placeholder", "output") or RUNS_EAGER in node.meta:
         return True
     if node.op == "get_attr" or node.target is operator.getitem:
         return False

@@ -12,7 +12,7 @@ import torch.fx as fx
 
 from cadence_fx.passes.constants import is_constant_attribute
 from cadence_fx.passes.effects import draws, reads_value
-from cadence_fx.passes.graphs import GraphFacts, OpOverload, may_write, schema, tensors_in
+from cadence_fx.passes.graphs import RUNS_EAGER, GraphFacts, OpOverload, may_write, schema, tensors_in
 
 __all__ = ["NativeClock", "native_clocks"]
 
@@ -28,8 +28,8 @@ class NativeClock(enum.IntEnum):
 def native_clocks(gm: fx.GraphModule, facts: GraphFacts, steady: Container[str]) -> dict[fx.Node, NativeClock]:
     """The native clock of each node.
 
-    A value that the graph writes, draws, takes from memory without contents or needs on the host follows the call,
-    whatever it depends on.
+    A value that the graph writes, draws, takes from memory without contents, needs on the host or gets from an operator
+    that does not repeat follows the call, whatever it depends on.
 
     Args:
         steady: names of the placeholders that keep their memory and that only others write, between calls.
@@ -69,6 +69,8 @@ def _only_computes(node: fx.Node) -> bool:
     target: Any = node.target
     if target is operator.getitem:
         return True
+    if RUNS_EAGER in node.meta:
+        return False
     if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
         return False
     if reads_value(target) or may_write(node) or draws(node) or not schema(node).returns:

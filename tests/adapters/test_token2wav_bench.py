@@ -77,13 +77,15 @@ def test_streams_count_as_far_as_eager_repeats_itself() -> None:
     first, again, ours = (
         [(["m"], ["a", "b"]), (["n"], ["c", last])] for last in ("d", "x", "y")
     )  # the last call of the second stream: eager does not repeat it
-    found = vocoder.compared(first, again, ours)
+    found = vocoder.compared(first, again, ours, {})
     assert (found["pcm_repeated_by_eager"], found["pcm_equal"], found["pcm_hashes_compared"]) == (1, 2, 3)
     assert found["bytes_equal"] and found["mel_equal"] == 2
     wrong = [(["m"], ["a", "z"])]
-    assert not vocoder.compared(first[:1], again[:1], wrong)["bytes_equal"]
-    assert vocoder.compared(first[:1], again[:1], wrong, judge_pcm=False)["bytes_equal"]
-    assert not vocoder.compared(first[:1], again[:1], [(["x"], ["a", "b"])], judge_pcm=False)["bytes_equal"]
+    assert not vocoder.compared(first[:1], again[:1], wrong, {})["bytes_equal"]
+    all_equal, one_wrong = {"equal": 2, "compared": 2}, {"equal": 1, "compared": 2}
+    assert vocoder.compared(first[:1], again[:1], wrong, all_equal)["bytes_equal"]
+    assert not vocoder.compared(first[:1], again[:1], wrong, one_wrong)["bytes_equal"]
+    assert not vocoder.compared(first[:1], again[:1], [(["x"], ["a", "b"])], all_equal)["bytes_equal"]
 
 
 def test_ratios_of_the_vocoder_pair_the_two_sides() -> None:

@@ -150,7 +150,7 @@ def per_launch(step: Any) -> set[int]:
     found = set()
     for _, table in program_of(step, "report").graphs:
         for entry in table.classes.values():
-            graph = entry.recording._run.__defaults__[0].gm.graph  # type: ignore[attr-defined]
+            graph = entry.recording._run.func.gm.graph  # type: ignore[attr-defined]
             names = [getattr(n.target, "_opname", n.target.__name__) for n in graph.nodes if n.op == "call_function"]
             found.add(len([name for name in names if name not in views]))
     return found

@@ -92,7 +92,8 @@ def test_a_forked_child_launches_nothing_and_destroys_nothing(monkeypatch: pytes
     touched: list[str] = []
     graph: Any = SimpleNamespace(replay=lambda: touched.append("replay"), reset=lambda: touched.append("reset"))
     pool: Any = SimpleNamespace(live=set())
-    recording = recorder.CudaRecording(graph, (1, 2), 0, pool)
+    parts: Any = SimpleNamespace(graphs=[graph], launcher=lambda: graph.replay)
+    recording = recorder.CudaRecording(parts, (1, 2), 0, pool)
     pool.live.add(recording)
     monkeypatch.setattr(recorder.DevicePool, "_pools", {DEVICE: pool})
     monkeypatch.setattr(recorder, "_abandoned", [])
