@@ -28,7 +28,7 @@ import torch
 
 from bench import vendor
 from bench.remote import Remote, environment, machine, result_path, verdict
-from bench.token2wav_variants import VARIANTS, Subject, Timed, chunks, variant
+from bench.token2wav_variants import VARIANTS, Cadence, Subject, Timed, chunks, variant
 from cadence_fx.bytesops import digest
 
 MIB = 2**20
@@ -146,8 +146,15 @@ class Worker:
         return {**self._peaks(), "misses": self.subject.misses()}
 
     def host_us(self) -> dict[str, dict[str, float]]:
-        """Launches graphs out of order, so it comes after the last comparison."""
-        return self.subject.host_us()
+        """Of the turns so far; and of one more in which Dynamo evaluates only the guards that tell graphs apart."""
+        found = self.subject.host_us()
+        if isinstance(self.subject, Cadence):
+            self.subject.forget_times()
+            with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
+                self.turn(self.settings.turns, self.settings.turn_chunks)
+            for name, trusted in self.subject.host_us().items() if found else ():
+                found[name]["call_beyond_launch_guards_trusted"] = trusted["call_beyond_launch"]
+        return found
 
 
 def without_folders(note: str) -> str:

@@ -136,6 +136,11 @@ class Subject:
         """Host microseconds by replayed callable."""
         return {replay.ledger.name: figures for replay in self.replays if (figures := replay.host_us())}
 
+    def forget_times(self) -> None:
+        """Host times are of the calls from now on."""
+        for replay in self.replays:
+            replay.forget_times()
+
     def _hand(self, fn: Callable[..., Any], name: str) -> Replay:
         """`fn` captured by hand."""
         replay = cadence_fx.ExactShapeReplay(fn, name=name, frozen=True)
@@ -185,12 +190,16 @@ class Replay:
 
     def watch(self) -> None:
         """From now on, time the launch of every class captured so far."""
-        self.times.clear()
-        self.ledger.latencies_us.clear()
+        self.forget_times()
         for recording in {
             id(e.recording): e.recording for table in self.tables for e in table.classes.values()
         }.values():
             recording.launch = self._timed(recording.launch)  # type: ignore[method-assign]
+
+    def forget_times(self) -> None:
+        self.times.clear()
+        self.launches.clear()
+        self.ledger.latencies_us.clear()
 
     def _timed(self, launch: Callable[[], Any]) -> Callable[[], Any]:
         def timed() -> Any:

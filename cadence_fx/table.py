@@ -138,21 +138,20 @@ class ReplayTable:
         for use in entry.returned:
             use.carry.release(args[use.index])
         copy_all(entry.buffers, [args[i] for i in plan.staged])
-        if entry.recording.static_outputs:
-            raw = entry.recording.launch()
-            if entry.touched or entry.beside:  # PyTorch counts writes, others go by it, and a launch is not counted
-                increment_version([*(args[i] for i in entry.touched), *entry.beside])
-        else:
-            raw = self._launch_on_host(entry, args)
+        is_graph = entry.recording.static_outputs
+        raw = entry.recording.launch() if is_graph and not plan.eager else self._launch_operators(entry, args)
+        if is_graph and (entry.touched or entry.beside):
+            # PyTorch counts writes, others go by it, and a launch is not counted.
+            increment_version([*(args[i] for i in entry.touched), *entry.beside])
         for i, buffer in entry.copy_back:
             args[i].copy_(buffer)
         entry.replays += 1
         self.ledger.replays += 1
         if plan.eager:
             self.ledger.eager_operators["not_reproducible"] += len(plan.eager)
-        return hand_out(entry.rules, raw, args, entry.recording.static_outputs)
+        return hand_out(entry.rules, raw, args, is_graph)
 
-    def _launch_on_host(self, entry: ReplayClass, args: Sequence[Any]) -> Sequence[Any]:
+    def _launch_operators(self, entry: ReplayClass, args: Sequence[Any]) -> Sequence[Any]:
         """Launch what may call back, or raise halfway: then declared states that the code writes in place are as they
         were, and other arguments are as far as eager would have left them."""
         states = [use.carry.view(use.extent) for use in entry.plan.regions if use.output is None]

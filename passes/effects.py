@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from cadence_fx.passes.graphs import OpOverload, bound_args, tensors_in
+from cadence_fx.passes.graphs import RUNS_EAGER, OpOverload, bound_args, tensors_in
 from cadence_fx.passes.movement import DROPOUTS, FACTORIES, FILLS, IDENTITIES, MOVES, SHAPED_LIKE
 from cadence_fx.passes.operators import operator_of
 
@@ -73,7 +73,12 @@ _TOTAL = (
 
 
 def may_raise(node: fx.Node) -> bool:
-    """Whether an operator may raise on the host, for some values of its arguments: all that are not known never to."""
+    """Whether an operator may raise on the host, for some values of its arguments: all that are not known never to.
+
+    One that is not recorded may: it allocates in every call.
+    """
+    if RUNS_EAGER in node.meta:
+        return True
     if node.op != "call_function" or node.target in _TOTAL or node.target in _DROPOUTS:
         return node.op in ("call_module", "call_method")
     if not isinstance(node.target, OpOverload) or torch.Tag.pointwise not in node.target.tags:

@@ -109,6 +109,15 @@ class OfWeights(Toy):
         return self.attend(x, frames + shift), frames[:, -6:]
 
 
+class Shifted(Toy):
+    """The operator comes last, behind everything that the new state is made of."""
+
+    def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        frames = torch.cat([cache, self.key(x)], 1)
+        y, kept_frames = self.attend(x, frames), frames[:, -6:]
+        return op.weathered(y), kept_frames
+
+
 class Steady(Toy):
     """A class without any."""
 
@@ -117,7 +126,7 @@ class Steady(Toy):
         return self.attend(x, frames), frames[:, -6:]
 
 
-OPERATORS = {Between: 1, InTheState: 1, InPlace: 1, Twice: 2, OfWeights: 2}
+OPERATORS = {Between: 1, Shifted: 1, InTheState: 1, InPlace: 1, Twice: 2, OfWeights: 2}
 CONTRACT = Contract((Clock("frames", 2),), (kept("cache", 1, 2, KeepLast(6)),))
 
 
@@ -333,3 +342,38 @@ def test_what_was_taken_down_is_let_go() -> None:
     step = warmed(Between().eval())
     tapes = [c.plan.tape for _, table in program_of(step, "test").graphs for c in table.classes.values()]
     assert len(tapes) == 3 and all(tape is not None and not tape._taken and not tape._on for tape in tapes)
+
+
+class Stops(Exception):
+    """What the operator raises, having been called once too often."""
+
+
+@pytest.mark.parametrize("kind", [Between, Twice, Shifted], ids=lambda kind: kind.__name__)
+def test_one_that_raises_leaves_the_state_as_it_was(kind: type[Toy], monkeypatch: pytest.MonkeyPatch) -> None:
+    raises_and_goes_on(kind, "cpu", monkeypatch)
+
+
+def raises_and_goes_on(kind: type[Toy], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state may be passed again after a call that raised, and has its bytes."""
+    torch.manual_seed(0)
+    module = kind().eval().to(device)
+    step = warmed(copy.deepcopy(module), device)
+    x, states = torch.randn(B, 2, C, device=device), [torch.randn(B, 2, C, device=device) for _ in range(2)]
+    states[1].copy_(states[0])
+
+    def stops() -> float:
+        raise Stops
+
+    for _ in range(4):
+        with monkeypatch.context() as patch:
+            patch.setattr(weather, "next", stops)
+            with pytest.raises(Stops):
+                step(x, states[0])
+        results = []
+        for i, each in enumerate((step, module)):
+            weather.calls = 7
+            results.append(each(x, states[i]))
+            states[i] = results[i][1]
+        for mine, right in zip(*results, strict=True):
+            assert_same(mine, right, "after a call that raised")
+    assert cadence_fx.report(step)["misses"] == {"raised": 4}

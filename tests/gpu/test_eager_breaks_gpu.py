@@ -17,7 +17,7 @@ from cadence_fx.adapters.token2wav import Geometry
 from cadence_fx.adapters.token2wav_vocoder import PlainNumbers, VocoderStep
 from cadence_fx.lookup import program_of
 from cadence_fx.recorder import DevicePool
-from tests.backend.test_eager_breaks import OPERATORS, Between, op, stream, warmed
+from tests.backend.test_eager_breaks import OPERATORS, Between, Shifted, Twice, op, raises_and_goes_on, stream, warmed
 from tests.harness import assert_same, compile_with
 from tests.streams import kept
 from tests.toys import Toy
@@ -118,6 +118,11 @@ def test_a_part_that_fails_leaves_everything_usable(monkeypatch: pytest.MonkeyPa
     other = warmed(copy.deepcopy(module), DEVICE)
     assert_eagers(module, other, 8)
     assert cadence_fx.report(other)["replays"] == 8
+
+
+@pytest.mark.parametrize("kind", [Between, Twice, Shifted], ids=lambda kind: kind.__name__)
+def test_one_that_raises_leaves_the_state_as_it_was(kind: type[Toy], monkeypatch: pytest.MonkeyPatch) -> None:
+    raises_and_goes_on(kind, DEVICE, monkeypatch)
 
 
 def test_what_a_class_held_is_let_go() -> None:
