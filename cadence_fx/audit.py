@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from cadence_fx.bytesops import bytes_equal, digest, first_difference
+from cadence_fx.eager_breaks import Tape
 from cadence_fx.errors import AuditMismatch
 from cadence_fx.graph import GraphPlanner
 from cadence_fx.lookup import program_of
@@ -62,30 +63,28 @@ class _Auditor:
         self._ledger = ledger
 
     def __call__(self, planner: GraphPlanner, table: ReplayTable, args: Sequence[Any]) -> list[Any]:
-        tape = table.tape(args)
-        if tape is None:
-            return self._audited(planner, table, args, contextlib.nullcontext())
-        tape.start()  # what operators that do not repeat make in the stock computation, they make in the class
-        try:
-            found = self._audited(planner, table, args, tape.stock())
-            if (astray := tape.astray()) is not None:
-                raise AuditMismatch(astray, call=self._ledger.calls, axis=0, start=0, stop=0, expected=b"", actual=b"")
-            return found
-        finally:
-            tape.stop()
+        with table.alone():
+            entry = table.find(args)
+            tape = entry.plan.tape if entry is not None else planner.tape
+            if tape is None:
+                return self._audited(planner, table, args, None)
+            tape.start()  # what operators that do not repeat make in the stock computation, they make in the class
+            planner.audited = tape
+            try:
+                found = self._audited(planner, table, args, tape)
+                if (astray := tape.astray()) is not None:
+                    call = self._ledger.calls
+                    raise AuditMismatch(astray, call=call, axis=0, start=0, stop=0, expected=b"", actual=b"")
+                return found
+            finally:
+                planner.audited = None
+                tape.stop()
 
-    def _audited(
-        self,
-        planner: GraphPlanner,
-        table: ReplayTable,
-        args: Sequence[Any],
-        stock: contextlib.AbstractContextManager[None],
-    ) -> list[Any]:
+    def _audited(self, planner: GraphPlanner, table: ReplayTable, args: Sequence[Any], tape: Tape | None) -> list[Any]:
         with awake(planner.workspaces(args)):
             stock_args = _copies(planner.stock_args(args))
         generators = _generators()
-        with stock:
-            expected = planner.gm.forward(*stock_args)
+        expected = planner.run_stock(stock_args, tape)
         after = _generators()
         _set_generators(generators)
         found = planner.finish(table(args), args)

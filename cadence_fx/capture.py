@@ -23,7 +23,7 @@ from cadence_fx.layout import is_expanded, same_geometry_copy
 from cadence_fx.ledger import Ledger, log
 from cadence_fx.outputs import OutputRule
 from cadence_fx.passes import EditContext
-from cadence_fx.plan import Miss, Plan, RegionUse, Way, destinations
+from cadence_fx.plan import Miss, Plan, RegionUse, Split, Way, destinations
 from cadence_fx.reached import Reached
 from cadence_fx.recorder import EditFailed, Recording, Run, record
 from cadence_fx.residents import HostedRecording, RefreshedRecording
@@ -141,6 +141,14 @@ def capture(
             what = f"it looks at memory around the elements of {trials.strays} (as_strided), which a copy does not have"
             return Miss("layout", f"{plan.label}: {what}", lasting=True)
         recording = _record_certified(plan, static_args, reference, trials, snapshot, device, ledger)
+        if isinstance(recording, Split):  # what did not repeat has shown only now
+            reference, unstable = _follow(plan, recording, static_args, snapshot)
+            if unstable is not None:
+                return _not_reproducible(plan, unstable, static_args, snapshot)
+            trials = Trials(plan, static_args, names, snapshot)
+            recording = _record_certified(plan, static_args, reference, trials, snapshot, device, ledger)
+            assert not isinstance(recording, Split), "a computation is split once"
+        plan.notes += trials.notes
         if isinstance(recording, Miss):
             return recording
     finally:
@@ -204,21 +212,42 @@ def _baseline(
     _, again = certify.run_reference(plan, static_args, snapshot)
     snapshot.restore()
     unstable = reference.differs_from(again)
-    split = plan.split(static_args, snapshot.restore) if unstable is not None and plan.split is not None else None
-    if split is not None:
-        plan.follow(split)
-        split.tape.start()
-        _, reference = certify.run_reference(plan, static_args, snapshot)
-        snapshot.restore()
-        _, again = certify.run_reference(plan, static_args, snapshot)
-        snapshot.restore()
-        unstable = reference.differs_from(again)
+    if unstable is not None and plan.split is not None:
+        split = plan.split(static_args, snapshot.restore)
+        if split is not None:
+            reference, unstable = _follow(plan, split, static_args, snapshot)
     if unstable is not None:
-        culprit = find_culprit(lambda: plan.reference(*static_args), snapshot.restore)
-        what = f"{unstable} differs between two eager runs on the same input; {culprit or 'no operator was caught'}"
-        return Miss("not_reproducible", f"{plan.label}: {what}", lasting=True)
+        return _not_reproducible(plan, unstable, static_args, snapshot)
     handed = hands_over(plan, static_args, snapshot) if plan.owner is not None else None
     return handed if handed is not None else reference
+
+
+def _follow(
+    plan: Plan, split: Split, static_args: Sequence[Any], snapshot: certify.Snapshot
+) -> tuple[certify.Outcome, str | None]:
+    """Run in parts from here on: a stock run, and how another one differs given the results of what does not repeat."""
+    plan.follow(split)
+    split.tape.start()
+    _, reference = certify.run_reference(plan, static_args, snapshot)
+    snapshot.restore()
+    _, again = certify.run_reference(plan, static_args, snapshot)
+    snapshot.restore()
+    return reference, reference.differs_from(again)
+
+
+def _unstable(
+    plan: Plan, reference: certify.Outcome, static_args: Sequence[Any], snapshot: certify.Snapshot
+) -> str | None:
+    """Whether eager itself differs from the run that a class differs from: a class is not blamed for that."""
+    _, again = certify.run_reference(plan, static_args, snapshot)
+    snapshot.restore()
+    return reference.differs_from(again)
+
+
+def _not_reproducible(plan: Plan, unstable: str, static_args: Sequence[Any], snapshot: certify.Snapshot) -> Miss:
+    culprit = find_culprit(lambda: plan.reference(*static_args), snapshot.restore)
+    what = f"{unstable} differs between two eager runs on the same input; {culprit or 'no operator was caught'}"
+    return Miss("not_reproducible", f"{plan.label}: {what}", lasting=True)
 
 
 def _record_certified(
@@ -229,8 +258,11 @@ def _record_certified(
     snapshot: certify.Snapshot,
     device: torch.device,
     ledger: Ledger,
-) -> Recording | Miss | None:
-    """The first way to run the class whose bytes are the stock computation's; the others are noted and closed."""
+) -> Recording | Miss | Split | None:
+    """The first way to run the class whose bytes are the stock computation's; the others are noted and closed.
+
+    Where eager turns out not to repeat on one of the inputs, how to run the class in parts.
+    """
     everything = [*static_args, *destinations(plan)]
     generators = snapshot.generators.of(device)
     for way in plan.ways:
@@ -265,8 +297,15 @@ def _record_certified(
             if isinstance(outcome, Miss):
                 problem: str | None = outcome.detail
             else:
-                wrong = outcome.differs_from(reference) or trials.differs(recording)
+                wrong = outcome.differs_from(reference)
+                unstable = _unstable(plan, reference, static_args, snapshot) if wrong is not None else None
+                wrong = wrong or trials.differs(recording)
                 problem = f"{wrong} differs from eager in {plan.label}" if wrong is not None else None
+                if unstable is not None or trials.unrepeated:
+                    split = trials.split(None if unstable is not None else trials.unrepeated[0])
+                    if split is not None or unstable is not None:
+                        recording.close()
+                        return split or _not_reproducible(plan, unstable or "", static_args, snapshot)
         except BaseException:
             recording.close()
             raise

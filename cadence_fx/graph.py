@@ -36,6 +36,7 @@ from cadence_fx.ways import Subject, split_around, ways
 
 if TYPE_CHECKING:
     from cadence_fx.capture import ReplayClass
+    from cadence_fx.eager_breaks import Tape
     from cadence_fx.program import Program
 
 _NO_CONTRACT = "nothing declares what is state; pass options={'contract': ...} or use cadence_fx.declare"
@@ -70,6 +71,8 @@ class GraphPlanner:
         # (argument, shape) of states whose layout was found to make no difference.
         self._harmless: set[tuple[int, torch.Size]] = set()
         self.last_outputs: Sequence[Any] = ()
+        self.tape: Tape | None = None  # of the last class with operators that do not repeat
+        self.audited: Tape | None = None  # of the call that is being audited
         self.names = [i.accessor if i.origin.query == "value" and i.origin.path else i.name for i in binding.inputs]
         ints = {i: _evaluator(expr, binding) for i, expr in scalar_outputs(gm).items()}
         self._ints = {i: evaluate for i, evaluate in ints.items() if evaluate is not None}
@@ -252,13 +255,16 @@ class GraphPlanner:
         own = {use.index: use for use in uses}
         reference = self._layouts(args)
 
+        def placed(given: Sequence[Any]) -> list[Any]:
+            return [in_layout(a, reference[i]) if i in reference and i in own else a for i, a in enumerate(given)]
+
         def stock(*given: Any) -> Sequence[Any]:
-            placed = [in_layout(a, reference[i]) if i in reference and i in own else a for i, a in enumerate(given)]
-            with plan.tape.stock() if plan.tape is not None else contextlib.nullcontext():
-                return self.gm.forward(*placed)  # type: ignore[no-any-return]
+            return self.run_stock(placed(given), plan.tape)
 
         def split(given: Sequence[Any], restore: Callable[[], None]) -> Split | None:
-            return split_around(subject, passes, lambda: stock(*given), given, restore, program.ledger)
+            found = split_around(subject, passes, self.gm, lambda: placed(given), given, restore, program.ledger)
+            self.tape = found.tape if found is not None else self.tape
+            return found
 
         plan = Plan(
             ways=ways(subject, passes, edits, program.ledger.name),
@@ -382,6 +388,10 @@ class GraphPlanner:
 
     # -- eager --------------------------------------------------------------------------------------------------------
 
+    def run_stock(self, args: Sequence[Any], tape: Tape | None) -> Sequence[Any]:
+        """Run Dynamo's own graph, on arguments as eager has them."""
+        return tape.run(self.gm, args) if tape is not None else self.gm.forward(*args)  # type: ignore[no-any-return]
+
     def run_eager(self, args: Sequence[Any]) -> Any:
         """Run Dynamo's own graph. States it returns go into their carries; states it writes are as before if it
         raises. Workspaces that autograd may look at later keep their memory.
@@ -402,7 +412,7 @@ class GraphPlanner:
         phase = contextlib.nullcontext() if self.program.sealed else self.program.ledger.timed("eager")
         try:
             with phase:
-                outputs = list(self.gm.forward(*given))
+                outputs = list(self.run_stock(given, self.audited))
         except BaseException:
             for state, before in saved:
                 state.copy_(before)

@@ -20,6 +20,19 @@ def new_lock() -> Any:
     return lock
 
 
+class Gate:
+    """What all tables that share carries and classes go through.
+
+    Attributes:
+        lock: held by the call that is being answered.
+        launching: whether that call runs code that may call back.
+    """
+
+    def __init__(self) -> None:
+        self.lock = new_lock()
+        self.launching = False
+
+
 def _free_all() -> None:
     for lock in list(_locks):
         lock._at_fork_reinit()

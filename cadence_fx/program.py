@@ -26,7 +26,7 @@ from cadence_fx.errors import ContractError, UnknownArgument, WrongModule, unkno
 from cadence_fx.graph import GraphPlanner
 from cadence_fx.kept import Keep
 from cadence_fx.ledger import Ledger
-from cadence_fx.locks import new_lock
+from cadence_fx.locks import Gate
 from cadence_fx.passes import Choice, select_passes, stage_reads
 from cadence_fx.paths import Origin
 from cadence_fx.plan import Miss
@@ -70,7 +70,7 @@ class Program:
         self.name = name
         self.catalog = contract.catalog() if contract is not None else Catalog(())
         self.ledger = Ledger(name)
-        self.lock = new_lock()
+        self.gate = Gate()
         self.graphs: list[tuple[GraphPlanner, ReplayTable]] = []
         self.carries: dict[CarryKey, Carry] = {}
         self.proofs: dict[tuple[str, int, int], str] = {}
@@ -143,7 +143,7 @@ class Program:
         )
         names = [i.accessor or i.name for i in binding.inputs]
         limit = self.contract.max_classes if self.contract is not None else 0
-        table = ReplayTable(planner, roles, names, device, self.ledger, limit, self.lock)
+        table = ReplayTable(planner, roles, names, device, self.ledger, limit, self.gate)
         table.sealed = self.sealed
         if site.broken is not None:
             self.breaks[site.broken] = None
@@ -261,7 +261,7 @@ class Program:
 
     def close(self) -> None:
         """Give up every class and every carry."""
-        with self.lock:
+        with self.gate.lock:
             for _, table in self.graphs:
                 table.clear()
             self.carries.clear()  # a state that is still held keeps its memory alive

@@ -17,7 +17,7 @@ def refresh(compiled: Any) -> None:
         NotCompiled: `compiled` was not compiled with this backend.
     """
     program = program_of(compiled, "refresh")
-    with program.lock:
+    with program.gate.lock:
         for _, table in program.graphs:
             for entry in table.classes.values():
                 for part in (entry.plan.kept, entry.plan.host):

@@ -18,7 +18,7 @@ import torch
 from cadence_fx._torch import WithoutFunctionModes, tree_flatten, tree_unflatten
 from cadence_fx.capture import ReplayClass
 from cadence_fx.ledger import Ledger
-from cadence_fx.locks import new_lock
+from cadence_fx.locks import Gate
 from cadence_fx.plan import NEEDS_GRAD, Miss, Plan, Way
 from cadence_fx.python_state import Place, PythonState, held
 from cadence_fx.signature import fixed_key
@@ -175,7 +175,7 @@ class ExactShapeReplay:
         self._max_classes = max_classes
         self._frozen = frozen
         self._tables: dict[Any, ReplayTable] = {}
-        self._lock = new_lock()
+        self._gate = Gate()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
@@ -196,7 +196,7 @@ class ExactShapeReplay:
         planner = PlainPlanner(FlatCall(self.fn, spec), fixed, staged, generators, self.name, self._frozen)
         names = [f"leaf {i}" for i in range(len(leaves))]
         roles: tuple[list[int], ...] = ([], staged, scalars, fixed)
-        return ReplayTable(planner, roles, names, device, self.ledger, self._max_classes, self._lock)  # type: ignore[arg-type]
+        return ReplayTable(planner, roles, names, device, self.ledger, self._max_classes, self._gate)  # type: ignore[arg-type]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExactShapeReplay:
         """A copy starts afresh: classes are bound to the original's memory."""

@@ -47,7 +47,7 @@ def _placed(program: Program, accessor: str, state: torch.Tensor) -> torch.Tenso
     path, mode = paths.parse(accessor), torch.is_inference_mode_enabled()
     for (_, where, _, _, _, inference), carry in program.carries.items():
         if where == path and inference == mode and carry.takes(state):
-            with turn_on(carry.flat.device, program.lock), program.lock:
+            with turn_on(carry.flat.device, program.gate.lock), program.gate.lock:
                 loaded = carry.load(state)
             return loaded if loaded is not None else state.to(carry.flat.device, copy=True)
     return state

@@ -5,10 +5,11 @@ Every clause fails closed: a call that is not proved runs eager and is counted w
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from torch.autograd.graph import increment_version
 
 from cadence_fx._torch import copy_all, pointers_equal
 from cadence_fx.capture import ReplayClass, capture, overlap, unfit
-from cadence_fx.eager_breaks import Tape
 from cadence_fx.errors import CadenceError
 from cadence_fx.ledger import Ledger, log
+from cadence_fx.locks import Gate
 from cadence_fx.outputs import hand_out
 from cadence_fx.parking import awake
 from cadence_fx.plan import NEEDS_GRAD, WATCHED, Miss, Plan, Planner
@@ -52,7 +53,7 @@ class ReplayTable:
         device: where the callable runs.
         ledger: where everything is counted.
         max_classes: most classes this table will capture.
-        lock: serialises calls (one for all tables that share carries).
+        gate: serialises calls (one for all tables that share carries or classes).
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class ReplayTable:
         device: torch.device,
         ledger: Ledger,
         max_classes: int,
-        lock: Any,
+        gate: Gate,
     ) -> None:
         self.planner = planner
         self.names = names
@@ -75,9 +76,8 @@ class ReplayTable:
         self.refused: dict[tuple[Any, ...], Miss] = {}
         self._begun: set[tuple[Any, ...]] = set()
         self.sealed = False
-        self._within: Miss | None = None  # what a call is that the code makes while it is launched
-        self._lock = lock
-        self._turn = turn_on(device, lock)
+        self._gate, self._lock = gate, gate.lock
+        self._turn = turn_on(device, gate.lock)
         self._moves: Counter[int] = Counter()
         self._rebindings: Counter[str] = Counter()
         self._tensors = sorted([*self.regions, *self.staged, *self.fixed])
@@ -91,11 +91,17 @@ class ReplayTable:
         self.ledger.latencies_us.append((time.perf_counter_ns() - start) / 1e3)
         return result
 
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """No other call of the same stream, or on the same device, is answered meanwhile."""
+        with self._turn, self._lock:
+            yield
+
     def _call(self, args: Sequence[Any]) -> Any:
         if is_off():
             return self._miss(args, Miss("disabled"))
-        if self._within is not None or _trying.on:
-            return self._miss(args, self._within or WATCHED)
+        if self._gate.launching or _trying.on:
+            return self._miss(args, _REENTRANT if self._gate.launching else WATCHED)
         try:
             key = self._key(args)
         except Unkeyable as error:
@@ -156,7 +162,7 @@ class ReplayTable:
         were, and other arguments are as far as eager would have left them."""
         states = [use.carry.view(use.extent) for use in entry.plan.regions if use.output is None]
         saved = [state.clone() for state in states]
-        self._within = _REENTRANT
+        self._gate.launching = True
         try:
             return entry.recording.launch()
         except BaseException as error:
@@ -167,7 +173,7 @@ class ReplayTable:
             self.ledger.miss("raised", f"{entry.plan.label}: {type(error).__name__}")
             raise
         finally:
-            self._within = None
+            self._gate.launching = False
 
     # -- everything else ----------------------------------------------------------------------------------------------
 
@@ -175,13 +181,12 @@ class ReplayTable:
         key = call_key(args, self.regions, self.staged, self.scalars, self.device.type)
         return key + self.planner.key_part(args)
 
-    def tape(self, args: Sequence[Any]) -> Tape | None:
-        """Of the operators that run eager in the class of a call, where it has such ones."""
+    def find(self, args: Sequence[Any]) -> ReplayClass | None:
+        """The class of a call's signature, if there is one."""
         try:
-            entry = self.classes.get(self._key(args))
+            return self.classes.get(self._key(args))
         except Unkeyable:
             return None
-        return entry.plan.tape if entry is not None else None
 
     def _miss(self, args: Sequence[Any], miss: Miss) -> Any:
         if miss is not WATCHED:

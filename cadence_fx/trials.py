@@ -14,7 +14,7 @@ import torch
 
 from cadence_fx import certify
 from cadence_fx.extremes import is_varied, plant_extremes, redraw
-from cadence_fx.plan import Plan
+from cadence_fx.plan import Plan, Split
 from cadence_fx.reach import Reach
 from cadence_fx.recorder import Recording
 
@@ -30,18 +30,22 @@ class Trials:
     Every comparison starts from and ends with the bytes and generators that `snapshot` has saved.
 
     Args:
-        plan: the class; its notes say which inputs it is compared on and which not.
+        plan: the class.
         args: its static arguments.
         names: what the user calls each argument.
 
     Attributes:
         strays: an input around whose elements the computation looks, where a copy has other bytes; None without one.
+        notes: which inputs the class is compared on and which not.
+        unrepeated: the kinds of input on which eager was found not to repeat, while nothing says which operator it is.
     """
 
     def __init__(self, plan: Plan, args: Sequence[Any], names: Sequence[str], snapshot: certify.Snapshot) -> None:
         self._plan, self._args, self._snapshot = plan, args, snapshot
         self._expected: list[tuple[int, certify.Outcome]] = []
         self.strays: str | None = None
+        self.unrepeated: list[int] = []
+        self.notes: list[str] = []
         self._varied = self._choose(names)
         for kind in range(len(_KINDS)) if self._varied else ():
             self._expect(kind)
@@ -61,6 +65,23 @@ class Trials:
             self._settle()
         return None
 
+    def split(self, kind: int | None) -> Split | None:
+        """How to run the computation in parts, by what does not repeat on one kind of input; None: on its own data."""
+        if self._plan.split is None or self._plan.tape is not None:
+            return None
+
+        def start() -> None:
+            if kind is not None:
+                self._vary(kind)
+            else:
+                self._snapshot.restore()
+
+        try:
+            start()
+            return self._plan.split(self._args, start)
+        finally:
+            self._settle()
+
     def _choose(self, names: Sequence[str]) -> list[torch.Tensor]:
         """The inputs whose values may be others. They are noted when they are not all of the floats among them."""
         candidates = [(names[i], self._args[i]) for i in self._plan.staged]
@@ -74,9 +95,7 @@ class Trials:
         self.strays = next((name for i, (name, _) in enumerate(candidates) if reach.strays(i)), None)
         kept = [name for i, (name, tensor) in enumerate(candidates) if is_varied(tensor) and reach.decides(i)]
         if kept:
-            self._plan.notes.append(
-                f"not varied in the certificate, since values decide what is done: {', '.join(kept)}"
-            )
+            self.notes.append(f"not varied in the certificate, since values decide what is done: {', '.join(kept)}")
         return [tensor for i, (_, tensor) in enumerate(candidates) if is_varied(tensor) and not reach.decides(i)]
 
     def _vary(self, kind: int) -> None:
@@ -112,6 +131,8 @@ class Trials:
             return True
         self._expected = [each for each in self._expected if each[0] != kind]
         self._plan.compared -= 1
+        if self._plan.tape is None and not isinstance(again, str):
+            self.unrepeated.append(kind)
         self._skip(kind, wrong if isinstance(again, str) else f"eager does not repeat {wrong}")
         return False
 
@@ -121,7 +142,7 @@ class Trials:
             self._plan.tape.turn = kind
 
     def _skip(self, kind: int, problem: str) -> None:
-        self._plan.notes.append(f"not compared on {_KINDS[kind][0]}: {problem}")
+        self.notes.append(f"not compared on {_KINDS[kind][0]}: {problem}")
 
     def _settle(self) -> None:
         """Everything is as it was, and workspaces, which nobody saves, hold what the class's own data leaves there."""

@@ -17,13 +17,16 @@ from torch import fx
 
 from cadence_fx._torch import TorchDispatchMode, tree_leaves
 from cadence_fx.bytesops import bytes_equal
+from cadence_fx.layout import is_expanded
 from cadence_fx.passes.graphs import ALLOCATIONS, OpOverload
 from cadence_fx.passes.operators import operator_of
+from cadence_fx.signature import is_plain
 
 # How often a call is made again.
 _TRIES = 3
 
 Key = tuple[Any, ...]
+Place = tuple[str, int]  # of a call among those that one node makes: its operator, how many of that came before
 
 
 class Calls(TorchDispatchMode):
@@ -45,16 +48,31 @@ class Calls(TorchDispatchMode):
 
 
 class Repeater(Calls):
-    """Makes every call several times on the same inputs; `unsteady` holds the positions of those that differ."""
+    """Makes every call several times on the same inputs.
+
+    Attributes:
+        unsteady: the position of each call that differs -> which of its leaves are memory that nobody has written.
+        awkward: results of one of them overlap themselves, so that nothing can be put in their place.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.unsteady: list[int] = []
+        self.unsteady: dict[int, frozenset[int]] = {}
+        self.awkward = False
+        self._blank: set[int] = set()  # storages that were only allocated
 
     def make(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if not _may_differ(func):
-            return func(*args, **kwargs)
+        given = tree_leaves((args, kwargs))
+        blank = frozenset(i for i, value in enumerate(given) if _home(value) in self._blank)
         written = tensors_written(func, args, kwargs)
+        if not _may_differ(func):
+            result = func(*args, **kwargs)
+            made = tensors_made(result, written)
+            if func in ALLOCATIONS:
+                self._blank |= set(map(_home, made)) - {-1}
+            elif written or not (isinstance(func, OpOverload) and operator_of(func).aliased):
+                self._blank -= set(map(_home, made))
+            return result
         before = [t.clone() for t in written]
         result = func(*args, **kwargs)
         made = tensors_made(result, written)
@@ -64,10 +82,12 @@ class Repeater(Calls):
                 target.copy_(saved)
             again = tensors_made(func(*args, **kwargs), written)
             if len(again) != len(right) or not all(map(bytes_equal, again, right)):
-                self.unsteady.append(len(self.keys) - 1)
+                self.unsteady[len(self.keys) - 1] = blank
+                self.awkward |= any(not is_plain(t) or is_expanded(t) for t in made)
                 break
         for target, value in zip(made, right, strict=True) if written else ():
             target.copy_(value)
+        self._blank -= set(map(_home, made))
         return result
 
 
@@ -85,9 +105,16 @@ def tensors_made(result: Any, written: Sequence[torch.Tensor]) -> list[torch.Ten
     return list({id(t): t for t in (*leaves, *written)}.values())
 
 
+def _home(value: Any) -> int:
+    """The memory of a tensor; -1 for what has none."""
+    if not isinstance(value, torch.Tensor) or not is_plain(value) or not value.numel():
+        return -1
+    return value.untyped_storage().data_ptr()
+
+
 def _may_differ(func: Any) -> bool:
     """Whether a call makes bytes, and from nothing but its arguments."""
-    if not isinstance(func, OpOverload) or func in ALLOCATIONS:
+    if not isinstance(func, OpOverload) or func in ALLOCATIONS or torch.Tag.inplace_view in func.tags:
         return False
     known = operator_of(func)
     if known.may_draw or known.has_statistics or known.may_return_input:
@@ -97,64 +124,77 @@ def _may_differ(func: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unsteady:
-    """A node of a traced graph that makes calls which do not repeat.
+    """A call that does not repeat.
 
     Attributes:
-        places: position among the operator calls of the node -> position among those of the stock computation.
+        stock, stock_place: the node of the stock graph that makes it, and where among that node's calls.
+        node, place: the node of the traced graph, and where among its calls.
+        blank: which leaves of its arguments hold no contents.
     """
 
+    stock: fx.Node
+    stock_place: Place
     node: fx.Node
-    places: dict[int, int]
+    place: Place
+    blank: frozenset[int]
 
 
 def find_unsteady(
-    stock: Callable[[], Any], aten: fx.GraphModule, args: Sequence[Any], restore: Callable[[], None]
+    stock: fx.GraphModule,
+    stock_args: Callable[[], Sequence[Any]],
+    aten: fx.GraphModule,
+    args: Sequence[Any],
+    restore: Callable[[], None],
 ) -> list[Unsteady]:
-    """The nodes of a traced graph whose calls do not repeat; empty where there are none, or where one cannot be told.
+    """The calls that do not repeat; empty where there are none, or where one cannot be told or be replaced.
 
     Args:
-        stock: the computation that the graph was traced from, on these arguments.
+        stock, stock_args: the stock graph, and what makes its arguments of what is at hand.
+        aten, args: the graph that was traced from it, and its arguments.
         restore: puts back what either of them writes.
     """
-    with Repeater() as repeater:
-        stock()
+    repeater = Repeater()
+    there = _Nodes(stock, repeater)
+    there.run(*stock_args())
     restore()
-    if not repeater.unsteady:
+    if not repeater.unsteady or repeater.awkward:
         return []
-    run = _Nodes(aten)
-    with run.calls:
-        run.run(*args)
+    here = _Nodes(aten, Calls())
+    here.run(*args)
     restore()
     # Of one operator with the same numbers and shapes, the graph makes as many calls as the stock computation, in the
     # same order: the passes that trace do not reorder.
-    here: dict[Key, list[int]] = {}
-    for at, key in enumerate(run.calls.keys):
-        here.setdefault(key, []).append(at)
+    known: dict[Key, list[int]] = {}
+    for at, key in enumerate(here.calls.keys):
+        known.setdefault(key, []).append(at)
     totals, seen = Counter(repeater.keys), Counter[Key]()
-    wanted, places = set(repeater.unsteady), dict[fx.Node, dict[int, int]]()
+    found = []
     for position, key in enumerate(repeater.keys):
-        if position in wanted:
-            if len(here.get(key, ())) != totals[key]:
+        if position in repeater.unsteady:
+            if len(known.get(key, ())) != totals[key]:
                 return []
-            node, first = run.node_of(here[key][seen[key]])
-            places.setdefault(node, {})[here[key][seen[key]] - first] = position
+            node, place = here.place_of(known[key][seen[key]])
+            found.append(Unsteady(*there.place_of(position), node, place, repeater.unsteady[position]))
         seen[key] += 1
-    return [Unsteady(node, found) for node, found in places.items()]
+    return found
 
 
 class _Nodes(fx.Interpreter):
-    """Runs a graph and takes down which node makes which operator calls."""
+    """Runs a graph under a mode that takes down its calls, and knows which node makes which."""
 
-    def __init__(self, gm: fx.GraphModule) -> None:
+    def __init__(self, gm: fx.GraphModule, calls: Calls) -> None:
         super().__init__(gm)
-        self.calls = Calls()
+        self.extra_traceback = False
+        self.calls = calls
         self._spans: list[tuple[int, fx.Node]] = []
 
     def run_node(self, n: fx.Node) -> Any:
         self._spans.append((len(self.calls.keys), n))
-        return super().run_node(n)
+        with self.calls:
+            return super().run_node(n)
 
-    def node_of(self, position: int) -> tuple[fx.Node, int]:
-        """The node that makes a call, and the position of its first one."""
+    def place_of(self, position: int) -> tuple[fx.Node, Place]:
+        """The node that makes a call, and where among its calls."""
         first, node = next((first, node) for first, node in reversed(self._spans) if first <= position)
-        return node, first
+        operator = self.calls.keys[position][0]
+        return node, (operator, sum(key[0] == operator for key in self.calls.keys[first:position]))

@@ -114,23 +114,26 @@ def ways(subject: Subject, passes: Sequence[Pass], edits: Sequence[Edit], name: 
 def split_around(
     subject: Subject,
     passes: Sequence[Pass],
-    stock: Callable[[], Any],
+    stock: fx.GraphModule,
+    stock_args: Callable[[], Sequence[Any]],
     args: Sequence[Any],
     restore: Callable[[], None],
     ledger: Ledger,
 ) -> Split | None:
     """How to run a computation in parts, between which what does not repeat runs eager; None where none is found that
-    does not, or where it cannot be left out of a recording.
-
-    Args:
-        stock: the computation, on the static arguments `args`.
-        restore: puts back what it writes.
-    """
-    found = find_unsteady(stock, subject.aten, args, restore)
-    if not 0 < len(found) <= MOST_BREAKS:
+    does not, or where it cannot be left out of a recording. For the arguments see `find_unsteady`."""
+    try:
+        found = find_unsteady(stock, stock_args, subject.aten, args, restore)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        log.warning("%s: looking for what does not repeat failed", ledger.name, exc_info=True)
+        restore()
         return None
-    told = [describe(each.node) for each in found]
-    tape = mark(found)
+    marked = mark(found)
+    if not 0 < len(marked) <= MOST_BREAKS:
+        return None
+    told, tape = [describe(node) for node in marked], Tape(found)
     subject = dataclasses.replace(subject, tape=tape)
     in_one_row = [pass_ for pass_ in passes if pass_.name != ParallelBranches.name]  # parts run one after another
     try:

@@ -46,6 +46,7 @@ MEMORY_OF = "cadence_memory_of"  # in the meta of a placeholder: the name of ano
 ALLOCATIONS = {
     aten.empty.memory_format,
     aten.empty_like.default,
+    aten.empty_permuted.default,
     aten.empty_strided.default,
     aten.new_empty.default,
     aten.new_empty_strided.default,
