@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from cadence_fx.passes.effects import may_raise
-from cadence_fx.passes.graphs import GraphFacts, may_write, tensor_val
+from cadence_fx.passes.graphs import RUNS_EAGER, GraphFacts, may_write, tensor_val
 from cadence_fx.passes.movement import DROPOUTS, is_inert_dropout
 from cadence_fx.passes.moves import Geometry, Move
 from cadence_fx.passes.pieces import Source
@@ -131,10 +131,11 @@ def _available(facts: GraphFacts, move: Move) -> int:
 
 
 def _last_that_may_raise(facts: GraphFacts, live: Set[fx.Node], carries: Carries) -> int:
-    """On the host a call may end halfway, and then the old state must be whole. A device launches all or nothing."""
-    if any(tensor_val(old).device.type != "cpu" for old in carries.olds):
-        return -1
-    return max((order for node, order in facts.order.items() if node in live and may_raise(node)), default=-1)
+    """On the host a call may end halfway, and then the old state must be whole. A device launches all or nothing, or
+    parts with something that runs eager between them."""
+    on_host = all(tensor_val(old).device.type == "cpu" for old in carries.olds)
+    stops = may_raise if on_host else (lambda node: RUNS_EAGER in node.meta)
+    return max((order for node, order in facts.order.items() if node in live and stops(node)), default=-1)
 
 
 def _reads(facts: GraphFacts, windows: Windows, live: Set[fx.Node], carries: Carries) -> list[list[_Read]]:

@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cadence_fx.passes import ForwardStores, PassContext, ReinplaceRetention, run_passes
-from cadence_fx.passes.graphs import GraphFacts, may_write
+from cadence_fx.passes.graphs import RUNS_EAGER, GraphFacts, may_write
 from cadence_fx.passes.savings import nbytes
-from tests.passes.toolbox import assert_same_bytes, context, flat_outputs, run_on_carries, slot, trace
+from tests.passes.toolbox import assert_same_bytes, context, flat_outputs, on_device, run_on_carries, slot, trace
 
 STEPS, DEPTH, NEW = 3, 4, 2
 SCRATCH = frozenset({"rows_1", "work_1"})
@@ -131,6 +131,23 @@ def test_nothing_is_written_before_an_operator_that_may_raise() -> None:
     after = run_passes(gm, context(gm, slot(gm, "cache_1", 1, 1)), [ReinplaceRetention()])
     names = [node.target.__name__ for node in after.graph.nodes if node.op == "call_function"]
     assert names.index("index.Tensor") < names.index("copy_.default") < names.index("add.Tensor")
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_device_stops_only_at_what_is_not_recorded(eager: bool) -> None:
+    """A launch is all or nothing; between two of them an operator may raise, and the state must be whole there."""
+
+    def run(x: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
+        y = x * 2
+        return torch.sin(y) + y.sum(), torch.cat([cache, y], 1)
+
+    gm = on_device(trace(run, torch.randn(1, 2, 3), torch.randn(1, 6, 3)))
+    if eager:
+        next(n for n in gm.graph.nodes if n.target is torch.ops.aten.sin.default).meta[RUNS_EAGER] = {}
+    after = run_passes(gm, context(gm, slot(gm, "cache_1", 1, 1)), [ReinplaceRetention()])
+    names = [node.target.__name__ for node in after.graph.nodes if node.op == "call_function"]
+    assert (names.index("sin.default") < names.index("copy_.default")) is eager
+    assert names.index("copy_.default") < names.index("add.Tensor")
 
 
 Step = tuple[str, int, int, int, int]
