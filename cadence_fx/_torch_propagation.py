@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
@@ -97,7 +98,7 @@ class _Made:
     """A tensor that an operator makes; `home` is the argument whose memory it has, `offset` where from there."""
 
     home: int | None
-    offset: int
+    offset: Any
     shape: tuple[Any, ...]
     stride: tuple[Any, ...]
     dtype: torch.dtype
@@ -219,7 +220,9 @@ def _taken_apart(result: Any, tensors: list[FakeTensor]) -> Any:
         home = homes.index(result.untyped_storage()._cdata)
         if tensors[home].dtype != result.dtype:
             raise Unlike  # offsets are counted in elements
-        offset -= _offset(tensors[home])
+        offset = _distance(result, tensors[home])
+    elif offset != 0:
+        raise Unlike  # memory of its own begins where it does
     if result.requires_grad:
         raise Unlike
     return _Made(
@@ -247,11 +250,16 @@ def _expression(size: torch.SymInt) -> Any:
     return size.node.expr
 
 
-def _offset(tensor: torch.Tensor) -> int:
-    offset = tensor.storage_offset()
-    if not isinstance(offset, int):
-        raise Unlike
-    return offset
+def _offset(tensor: torch.Tensor) -> Any:
+    """Where a tensor begins in its memory: a number, or an expression that compares without being asked what it is."""
+    offset: Any = tensor.storage_offset()
+    return offset if isinstance(offset, int) else sympy.expand(_expression(offset))
+
+
+def _distance(tensor: torch.Tensor, home: torch.Tensor) -> Any:
+    """How far behind another one in one memory a tensor begins: a number, or a size that is a symbol."""
+    expression = sympy.expand(_offset(tensor) - _offset(home))
+    return int(expression) if expression.is_Integer else tensor.storage_offset() - home.storage_offset()
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -126,6 +126,23 @@ def test_graph_metadata_and_guards_are_those_of_stock_dynamo(mode: str) -> None:
         check(Stack(), torch.randn(1, 4, 8), torch.randn(1, 6, 8))
 
 
+class Slices(nn.Module):
+    """Views of views of a cache of several layers, which begin where the extent says: offsets are symbols, too."""
+
+    def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
+        found = []
+        for layer in range(5):
+            key, value = cache[layer].unsqueeze(0).chunk(2, dim=-1)
+            key, value = (torch.cat([old, x], 1) for old in (key, value))
+            found += [key[:, 1:].transpose(1, 2), value[:, :-1], cache[layer, 1:, 3:].flatten()[2:]]
+        return tuple(found)
+
+
+def test_offsets_that_are_symbols() -> None:
+    with torch.inference_mode():
+        check(Slices(), torch.randn(1, 4, 8), torch.randn(5, 6, 16))
+
+
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often Dynamo has run each operator on tensors without data."""
@@ -276,3 +293,9 @@ def test_random_programs_have_the_metadata_of_stock_dynamo(program: list[tuple[s
 
     with torch.inference_mode():
         check(code, torch.randn(4, 6), torch.randn(3, 8))
+
+
+def test_views_that_begin_where_an_extent_says_are_run_twice_a_kind(ran: Counter[str]) -> None:
+    with torch.inference_mode(), twice_a_kind():
+        traced(Slices(), torch.randn(1, 4, 8), torch.randn(5, 6, 16))
+    assert (ran["chunk"], ran["cat"], ran["transpose"]) == (2, 2, 2)
