@@ -24,7 +24,7 @@ _BUILT_IN = {
         "token2wav_bounded.BoundedStep",
         "token2wav_bounded.FinalStep",
     )
-}
+} | {f"cadence_fx.adapters.moshi.{name}": "cadence_fx.adapters.moshi:ADAPTER" for name in ("EncodeStep", "DecodeStep")}
 _adapters: dict[str, Adapter | str] = dict(_BUILT_IN)
 
 

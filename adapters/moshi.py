@@ -1,0 +1,296 @@
+"""Moshi's codec, Mimi, as `moshi` 0.2.13 publishes it.
+
+A frame is 80 ms: 1,920 samples in or out, two frames of the transformers, one of codes. The vendor keeps each layer's
+state in an object on the layer, `_streaming_state`, writes it in place and never changes a shape, so every call is one
+signature. Two callables are declared here, in the place of the four CUDA graphs that the vendor captures by hand and
+of what runs eager between them:
+
+* `EncodeStep`: samples to codes, through convolutions with a past each, a transformer with a ring of keys and values in
+  each layer, and the quantizer;
+* `DecodeStep`: codes to samples, the same way back, through transposed convolutions with a tail each.
+
+Three habits of the released code decide the declarations. A ring holds exactly as many frames as attention looks back,
+and a call's two frames overwrite the two oldest *before* attention, so the first of them sees one frame less; a ring
+that is larger would give other bytes, and the ring is declared as it is. Masks of which streams of a batch advance are
+tensors on every layer, which users write and steps only read. And one tensor, which tells whether a padding that
+repeats the first frame is still to come, is made anew by each call.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cadence_fx.adapters.base import compiler
+from cadence_fx.clock import Clock
+from cadence_fx.contract import Contract, Region
+from cadence_fx.errors import ContractError
+from cadence_fx.retention import Pinned, Retention, Ring
+
+__all__ = ["ADAPTER", "VERSIONS", "DecodeStep", "EncodeStep", "MimiStream"]
+
+VERSIONS = ("0.2.13",)
+
+
+class _Step(nn.Module):
+    """A half of the codec, for `batch` streams and `codebooks` codes a frame."""
+
+    parts: tuple[str, ...]  # the attributes of the vendor's model that hold the state of this half
+
+    def __init__(self, mimi: Any, batch: int, codebooks: int) -> None:
+        super().__init__()
+        self.mimi, self.batch, self.codebooks = mimi, batch, codebooks
+
+    @property
+    def transformer(self) -> Any:
+        """The one of this half."""
+        return getattr(self.mimi, self.parts[1]).transformer
+
+    def contract(self) -> Contract:
+        """One clock, at the rate of codes; every state has one extent."""
+        return Contract([Clock("frame", 1)], list(_regions(self.mimi, self.parts, self.batch)))
+
+    def example(self) -> Tensor:
+        """A random argument of a call."""
+        raise NotImplementedError
+
+    def count_from_zero(self) -> None:
+        """Sets the host's frame counters, which no layer of the codec reads, to zero.
+
+        Dynamo would compile again for each of their values. Who calls the step adds what they were.
+        """
+        for layer in self.transformer.layers:
+            layer._streaming_state.offset_cpu = 0
+            layer.self_attn._streaming_state.offset_cpu = 0
+
+
+class EncodeStep(_Step):
+    """Samples (batch, 1, 1920) to codes (batch, codebooks, 1) int64, by the vendor's own modules."""
+
+    parts = ("encoder", "encoder_transformer", "downsample")
+
+    def example(self) -> Tensor:
+        return torch.randn(self.batch, self.mimi.channels, self.mimi.frame_size, generator=_drawn())
+
+    def forward(self, samples: Tensor) -> Tensor:
+        self.count_from_zero()
+        (hidden,) = self.mimi.encoder_transformer(self.mimi.encoder(samples))
+        codes: Tensor = self.mimi.quantizer.encode(self.mimi.downsample(hidden))
+        return codes
+
+
+class DecodeStep(_Step):
+    """Codes (batch, codebooks, 1) int64 to samples (batch, 1, 1920), by the vendor's own modules."""
+
+    parts = ("decoder", "decoder_transformer", "upsample")
+
+    def example(self) -> Tensor:
+        return torch.randint(self.mimi.cardinality, (self.batch, self.codebooks, 1), generator=_drawn())
+
+    def forward(self, codes: Tensor) -> Tensor:
+        self.count_from_zero()
+        (hidden,) = self.mimi.decoder_transformer(self.mimi.upsample(self.mimi.quantizer.decode(codes)))
+        samples: Tensor = self.mimi.decoder(hidden)
+        return samples
+
+
+def _drawn() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def _regions(mimi: Any, parts: tuple[str, ...], batch: int) -> Iterator[Region]:
+    """The states of a half of the codec. A `*` stands for layers that are declared alike."""
+    told: set[str] = set()
+    each = round(mimi.encoder_frame_rate / mimi.frame_rate)  # frames of the transformers in one of codes
+
+    def region(name: str, field: str, axis: int, retention: Retention, *, alike: bool = True) -> Iterator[Region]:
+        where = re.sub(r"\.\d+(?=\.|$)", ".*", name) if alike else name
+        if f"{where}.{field}" not in told:
+            told.add(f"{where}.{field}")
+            yield Region(
+                f"{where}.{field}", attribute=f"mimi.{where}._streaming_state.{field}", axis=axis, clock="frame",
+                growth=each if isinstance(retention, Ring) else 1, retention=retention,
+            )  # fmt: skip
+
+    for name, module in (found for part in parts for found in getattr(mimi, part).named_modules(prefix=part)):
+        kind = type(module).__name__
+        if kind == "StreamingConv1d" and (past := module._effective_kernel_size - module._stride):
+            yield from region(name, "previous", 2, Pinned(past), alike=False)
+            if module.pad_mode == "replicate":
+                yield from region(name, "first", 0, Pinned(batch))
+        elif kind == "StreamingConvTranspose1d" and (tail := module._kernel_size - module._stride):
+            yield from region(name, "partial", 2, Pinned(tail), alike=False)
+        elif kind == "StreamingMultiheadAttention":
+            yield from region(name, "kv_cache.cache", 3, Ring(module.context))
+            yield from region(name, "kv_cache.end_offset", 0, Pinned(batch))
+            yield from region(name, "offset", 0, Pinned(batch))
+        elif kind == "StreamingTransformer":
+            yield from region(name, "offsets", 0, Pinned(batch))
+        else:
+            continue
+        yield from region(name, "exec_mask", 0, Pinned(batch))
+
+
+class MimiStream:
+    """A vendor's `MimiModel` whose `encode` and `decode` of one frame are compiled steps; used as before.
+
+    While bound, `encode`, `decode` and `encode_to_latent` are methods of this object, and the vendor's hand-written CUDA
+    graphs are off: they hold addresses of states that the steps may move. `streaming`, `reset_streaming`,
+    `set_exec_mask` and `get_streaming_state` are the vendor's code on the vendor's state objects, and
+    `set_streaming_state` may exchange these between calls. All other calls (whole recordings, several frames at once,
+    `encode_to_latent`) run the vendor's code, counted in `eager_calls`. `unbind` undoes all of it.
+
+    Steps are made for each number of streams in a batch and of codebooks in use, when it is first met.
+
+    Args:
+        mimi: the vendor's object.
+        backend: what `torch.compile` gets for the steps, "cadence" for this project's; None runs them uncompiled.
+        passes: which passes rewrite the steps, as `options={"passes": ...}` has it; None for the default ones.
+
+    Raises:
+        ContractError: the object is of another class or version, is bound already, or is built in another way than
+            the released codec.
+    """
+
+    def __init__(self, mimi: Any, *, backend: str | Callable[..., Any] | None = None, passes: Any = None) -> None:
+        _check(mimi)
+        self.mimi = mimi
+        self.eager_calls: Counter[str] = Counter()
+        self.plain: dict[tuple[type[_Step], int, int], _Step] = {}
+        self.steps: dict[_Step, Callable[..., Any]] = {}
+        self._compiled = compiler(backend, passes, dynamic=False)
+        self._made: list[Any] = []  # codebooks whose table was not there before
+        self._graphs: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        mimi.encode, mimi.decode, mimi.encode_to_latent = self._encode, self._decode, self._encode_to_latent
+
+    @torch.no_grad()
+    def warm_up(self, verb: Callable[..., Any], batch: int = 1) -> list[Any]:
+        """`verb(step, argument)` for both steps, as `cadence_fx.warm_up` asks for; returns what each returned.
+
+        It takes the states of the stream that is open, and its batch, or opens one of `batch` streams meanwhile.
+        """
+        mimi = self.mimi
+        with nullcontext() if mimi.is_streaming else mimi.streaming(batch):
+            batch = mimi._streaming_state.batch_size
+            self._turn_graphs_off()
+            device, results = mimi._streaming_state.device, []
+            for kind in (EncodeStep, DecodeStep):
+                step = self._step(kind, batch, mimi.num_codebooks)
+                results.append(verb(self.steps[step], step.example().to(device)))
+        return results
+
+    def _step(self, kind: type[_Step], batch: int, codebooks: int) -> _Step:
+        """The plain step; the compiled one is in `steps`. Every table that it reads exists afterwards."""
+        key = kind, batch, codebooks
+        if key not in self.plain:
+            step = self.plain[key] = kind(self.mimi, batch, codebooks)
+            self.steps[step] = self._compiled(step, step.contract())
+        for quantizer in (self.mimi.quantizer.rvq_first, self.mimi.quantizer.rvq_rest):
+            for layer in quantizer.vq.layers[: quantizer.n_q]:
+                if layer._codebook._embedding is None:
+                    self._made.append(layer._codebook)
+                    _ = layer._codebook.embedding  # the vendor makes it where it is first read, in the middle of a call
+        return self.plain[key]
+
+    def _encode(self, x: Tensor) -> Tensor:
+        """In place of `MimiModel.encode`: samples (batch, 1, n) to codes (batch, codebooks, n / 1920)."""
+        return self._call(EncodeStep, x, (self.mimi.channels, self.mimi.frame_size))
+
+    def _decode(self, codes: Tensor) -> Tensor:
+        """In place of `MimiModel.decode`: codes (batch, codebooks, n) to samples (batch, 1, 1920 * n)."""
+        return self._call(DecodeStep, codes, (self.mimi.num_codebooks, 1))
+
+    def _encode_to_latent(self, x: Tensor, quantize: bool = True) -> Tensor:
+        """In place of `MimiModel.encode_to_latent`: the vendor's code, without its graphs."""
+        self._turn_graphs_off()
+        self.eager_calls["latent"] += 1
+        latent: Tensor = type(self.mimi).encode_to_latent(self.mimi, x, quantize)
+        return latent
+
+    def _call(self, kind: type[_Step], given: Tensor, shape: tuple[int, int]) -> Tensor:
+        state = self.mimi._streaming_state
+        shipped = type(self.mimi).encode if kind is EncodeStep else type(self.mimi).decode
+        self._turn_graphs_off()
+        if state is None or given.shape != (state.batch_size, *shape):
+            self.eager_calls["not streaming" if state is None else "undeclared size"] += 1
+            return shipped(self.mimi, given)  # type: ignore[no-any-return]
+        step = self._step(kind, state.batch_size, self.mimi.num_codebooks)
+        layers = step.transformer.layers
+        counters = [each._streaming_state for layer in layers for each in (layer, layer.self_attn)]
+        before = [counter.offset_cpu for counter in counters]
+        for counter in counters:
+            counter.offset_cpu = 0
+        try:
+            result: Tensor = self.steps[step](_canonical(given))
+        finally:
+            for counter, frames in zip(counters, before, strict=True):
+                counter.offset_cpu += frames
+        return result
+
+    def _turn_graphs_off(self) -> None:
+        """The graphs of the stream that is open: another one may have been put in since the last call."""
+        for graph in _graphs_of(self.mimi):
+            if graph not in self._graphs:
+                self._graphs[graph] = graph.disable
+                graph.disable = True
+
+    def unbind(self) -> None:
+        """Gives the object its own methods back, as it was. A stream that is open goes on where it is."""
+        mimi = self.mimi
+        del mimi.encode, mimi.decode, mimi.encode_to_latent
+        for graph, shipped in self._graphs.items():
+            graph.disable = shipped
+            graph.reset(graph.warmup_steps)  # what it had captured was at addresses of before
+        for codebook in self._made:
+            codebook._embedding = None
+        self.plain, self.steps, self._made = {}, {}, []
+
+
+def _graphs_of(mimi: Any) -> list[Any]:
+    """The vendor's captured graphs of the stream that is open, except the one that writes masks, which nobody moves."""
+    state = mimi._streaming_state
+    return [value for name, value in vars(state).items() if name.startswith("graphed_")] if state is not None else []
+
+
+def _canonical(given: Tensor) -> Tensor:
+    """The argument where and as an allocator would have put it: a slice of a recording has strides that say nothing and
+    change with the recording, and may begin anywhere."""
+    if given.is_contiguous() and given.data_ptr() % 16 == 0:
+        return given.view(-1).view(given.shape)
+    return given.clone(memory_format=torch.contiguous_format)
+
+
+def _check(mimi: Any) -> None:
+    """Raises ContractError unless this is the codec that is declared here."""
+    package = type(mimi).__module__.partition(".")[0]
+    version = getattr(sys.modules.get(package), "__version__", None)
+    if "MimiModel" not in {kind.__name__ for kind in type(mimi).__mro__} or version not in VERSIONS:
+        found = f"{type(mimi).__qualname__} of {package} {version or 'without a version'}"
+        raise ContractError(f"expected the MimiModel of moshi {' or '.join(VERSIONS)}, found a {found}", field="mimi")
+    if "encode" in vars(mimi):
+        raise ContractError("this codec is bound already: unbind the other stream first", field="mimi")
+    if mimi.encoder_transformer is None or mimi.decoder_transformer is None or not hasattr(mimi, "downsample"):
+        raise ContractError("only a codec with both transformers and learnt resampling is declared", field="mimi")
+    for module in mimi.modules():
+        if type(module).__name__ == "StreamingMultiheadAttention" and (module.weights_per_step or not module.context):
+            raise ContractError("only attention with a context and one set of weights is declared", field="mimi")
+
+
+class _Mimi:
+    """Adapter of the steps; the vendor's own classes have no forward of one frame."""
+
+    classes = tuple(f"{kind.__module__}.{kind.__name__}" for kind in (EncodeStep, DecodeStep))
+
+    def contract(self, module: nn.Module) -> Contract | None:
+        return module.contract() if isinstance(module, _Step) else None
+
+
+ADAPTER = _Mimi()
