@@ -48,6 +48,8 @@ class _Step(nn.Module):
     def __init__(self, mimi: Any, batch: int, codebooks: int) -> None:
         super().__init__()
         self.mimi, self.batch, self.codebooks = mimi, batch, codebooks
+        modules = [module for part in self.parts for module in getattr(mimi, part).modules()]
+        self._layers = tuple(module for module in modules if hasattr(module, "_streaming_state"))
 
     @property
     def transformer(self) -> Any:
@@ -61,6 +63,10 @@ class _Step(nn.Module):
     def example(self) -> Tensor:
         """A random argument of a call."""
         raise NotImplementedError
+
+    def streams(self) -> bool:
+        """Whether every layer of this half has a state: a layer may be detached from its model's streams."""
+        return all(layer._streaming_state is not None for layer in self._layers)
 
     def count_from_zero(self) -> None:
         """Sets the host's frame counters, which no layer of the codec reads, to zero.
@@ -142,8 +148,8 @@ def _regions(mimi: Any, parts: tuple[str, ...], batch: int) -> Iterator[Region]:
 class MimiStream:
     """A vendor's `MimiModel` whose `encode` and `decode` of one frame are compiled steps; used as before.
 
-    While bound, `encode`, `decode` and `encode_to_latent` are methods of this object, and the vendor's hand-written CUDA
-    graphs are off: they hold addresses of states that the steps may move. `streaming`, `reset_streaming`,
+    While bound, `encode`, `decode` and `encode_to_latent` are methods of this object, and the graphs that the vendor
+    captures by hand are off: they hold addresses of states that the steps may move. `streaming`, `reset_streaming`,
     `set_exec_mask` and `get_streaming_state` are the vendor's code on the vendor's state objects, and
     `set_streaming_state` may exchange these between calls. All other calls (whole recordings, several frames at once,
     `encode_to_latent`) run the vendor's code, counted in `eager_calls`. `unbind` undoes all of it.
@@ -223,6 +229,9 @@ class MimiStream:
             self.eager_calls["not streaming" if state is None else "undeclared size"] += 1
             return shipped(self.mimi, given)  # type: ignore[no-any-return]
         step = self._step(kind, state.batch_size, self.mimi.num_codebooks)
+        if not step.streams():
+            self.eager_calls["detached layers"] += 1
+            return shipped(self.mimi, given)  # type: ignore[no-any-return]
         layers = step.transformer.layers
         counters = [each._streaming_state for layer in layers for each in (layer, layer.self_attn)]
         before = [counter.offset_cpu for counter in counters]

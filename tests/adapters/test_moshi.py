@@ -229,6 +229,16 @@ def test_other_numbers_of_codebooks_and_streams_get_steps_of_their_own() -> None
     assert len(pair.stream.plain) == 12 and not pair.stream.eager_calls
 
 
+def test_layers_that_are_detached_from_the_stream_run_the_vendors_code() -> None:
+    pair = Pair(backend=None)
+    for mimi in pair.both:
+        mimi.encoder_transformer.set_streaming_detached(True)
+    pair.begin()
+    for _ in range(3):
+        pair.frame()
+    assert pair.stream.eager_calls == {"detached layers": 3}  # decoding has all of its state
+
+
 def test_unbinding_gives_the_object_back_as_shipped() -> None:
     reference, mimi = vendor.build_mimi(SIZES), vendor.build_mimi(SIZES)
     for each in (reference, mimi):
