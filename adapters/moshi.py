@@ -18,26 +18,32 @@ repeats the first frame is still to come, is made anew by each call.
 
 from __future__ import annotations
 
-import re
-import sys
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cadence_fx.adapters.base import compiler
+from cadence_fx.adapters.moshi_state import (
+    HandWrittenGraphs,
+    canonical,
+    check,
+    check_attention,
+    count_from_zero,
+    counted,
+    counters,
+    layers_of,
+    regions,
+)
 from cadence_fx.clock import Clock
-from cadence_fx.contract import Contract, Region
+from cadence_fx.contract import Contract
 from cadence_fx.errors import ContractError
-from cadence_fx.retention import Pinned, Retention, Ring
 
-__all__ = ["ADAPTER", "VERSIONS", "DecodeStep", "EncodeStep", "MimiStream"]
-
-VERSIONS = ("0.2.13",)
+__all__ = ["ADAPTER", "DecodeStep", "EncodeStep", "MimiStream"]
 
 
 class _Step(nn.Module):
@@ -48,8 +54,7 @@ class _Step(nn.Module):
     def __init__(self, mimi: Any, batch: int, codebooks: int) -> None:
         super().__init__()
         self.mimi, self.batch, self.codebooks = mimi, batch, codebooks
-        modules = [module for part in self.parts for module in getattr(mimi, part).modules()]
-        self._layers = tuple(module for module in modules if hasattr(module, "_streaming_state"))
+        self._layers = layers_of(*(getattr(mimi, part) for part in self.parts))
 
     @property
     def transformer(self) -> Any:
@@ -58,7 +63,10 @@ class _Step(nn.Module):
 
     def contract(self) -> Contract:
         """One clock, at the rate of codes; every state has one extent."""
-        return Contract([Clock("frame", 1)], list(_regions(self.mimi, self.parts, self.batch)))
+        mimi = self.mimi
+        each = round(mimi.encoder_frame_rate / mimi.frame_rate)  # frames of the transformers in one of codes
+        found = (regions(getattr(mimi, part), f"mimi.{part}", self.batch, each) for part in self.parts)
+        return Contract([Clock("frame", 1)], list(chain.from_iterable(found)))
 
     def example(self) -> Tensor:
         """A random argument of a call."""
@@ -67,15 +75,6 @@ class _Step(nn.Module):
     def streams(self) -> bool:
         """Whether every layer of this half has a state: a layer may be detached from its model's streams."""
         return all(layer._streaming_state is not None for layer in self._layers)
-
-    def count_from_zero(self) -> None:
-        """Sets the host's frame counters, which no layer of the codec reads, to zero.
-
-        Dynamo would compile again for each of their values. Who calls the step adds what they were.
-        """
-        for layer in self.transformer.layers:
-            layer._streaming_state.offset_cpu = 0
-            layer.self_attn._streaming_state.offset_cpu = 0
 
 
 class EncodeStep(_Step):
@@ -87,7 +86,7 @@ class EncodeStep(_Step):
         return torch.randn(self.batch, self.mimi.channels, self.mimi.frame_size, generator=_drawn())
 
     def forward(self, samples: Tensor) -> Tensor:
-        self.count_from_zero()
+        count_from_zero(self.transformer)
         (hidden,) = self.mimi.encoder_transformer(self.mimi.encoder(samples))
         codes: Tensor = self.mimi.quantizer.encode(self.mimi.downsample(hidden))
         return codes
@@ -102,7 +101,7 @@ class DecodeStep(_Step):
         return torch.randint(self.mimi.cardinality, (self.batch, self.codebooks, 1), generator=_drawn())
 
     def forward(self, codes: Tensor) -> Tensor:
-        self.count_from_zero()
+        count_from_zero(self.transformer)
         (hidden,) = self.mimi.decoder_transformer(self.mimi.upsample(self.mimi.quantizer.decode(codes)))
         samples: Tensor = self.mimi.decoder(hidden)
         return samples
@@ -110,39 +109,6 @@ class DecodeStep(_Step):
 
 def _drawn() -> torch.Generator:
     return torch.Generator().manual_seed(0)
-
-
-def _regions(mimi: Any, parts: tuple[str, ...], batch: int) -> Iterator[Region]:
-    """The states of a half of the codec. A `*` stands for layers that are declared alike."""
-    told: set[str] = set()
-    each = round(mimi.encoder_frame_rate / mimi.frame_rate)  # frames of the transformers in one of codes
-
-    def region(name: str, field: str, axis: int, retention: Retention, *, alike: bool = True) -> Iterator[Region]:
-        where = re.sub(r"\.\d+(?=\.|$)", ".*", name) if alike else name
-        if f"{where}.{field}" not in told:
-            told.add(f"{where}.{field}")
-            yield Region(
-                f"{where}.{field}", attribute=f"mimi.{where}._streaming_state.{field}", axis=axis, clock="frame",
-                growth=each if isinstance(retention, Ring) else 1, retention=retention,
-            )  # fmt: skip
-
-    for name, module in (found for part in parts for found in getattr(mimi, part).named_modules(prefix=part)):
-        kind = type(module).__name__
-        if kind == "StreamingConv1d" and (past := module._effective_kernel_size - module._stride):
-            yield from region(name, "previous", 2, Pinned(past), alike=False)
-            if module.pad_mode == "replicate":
-                yield from region(name, "first", 0, Pinned(batch))
-        elif kind == "StreamingConvTranspose1d" and (tail := module._kernel_size - module._stride):
-            yield from region(name, "partial", 2, Pinned(tail), alike=False)
-        elif kind == "StreamingMultiheadAttention":
-            yield from region(name, "kv_cache.cache", 3, Ring(module.context))
-            yield from region(name, "kv_cache.end_offset", 0, Pinned(batch))
-            yield from region(name, "offset", 0, Pinned(batch))
-        elif kind == "StreamingTransformer":
-            yield from region(name, "offsets", 0, Pinned(batch))
-        else:
-            continue
-        yield from region(name, "exec_mask", 0, Pinned(batch))
 
 
 class MimiStream:
@@ -166,15 +132,21 @@ class MimiStream:
             the released codec.
     """
 
+    METHODS = ("encode", "decode", "encode_to_latent")
+
     def __init__(self, mimi: Any, *, backend: str | Callable[..., Any] | None = None, passes: Any = None) -> None:
-        _check(mimi)
+        check(mimi, "MimiModel", self.METHODS)
+        both = mimi.encoder_transformer is not None and mimi.decoder_transformer is not None
+        if not both or mimi.resample_method != "conv" or mimi.encoder_frame_rate == mimi.frame_rate:
+            raise ContractError("only a codec with two transformers and learnt resampling is declared", field="mimi")
+        check_attention(mimi, "MimiModel")
         self.mimi = mimi
         self.eager_calls: Counter[str] = Counter()
         self.plain: dict[tuple[type[_Step], int, int], _Step] = {}
         self.steps: dict[_Step, Callable[..., Any]] = {}
         self._compiled = compiler(backend, passes, dynamic=False)
         self._made: list[Any] = []  # codebooks whose table was not there before
-        self._graphs: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._graphs = HandWrittenGraphs()
         mimi.encode, mimi.decode, mimi.encode_to_latent = self._encode, self._decode, self._encode_to_latent
 
     @torch.no_grad()
@@ -185,12 +157,11 @@ class MimiStream:
         """
         mimi = self.mimi
         with nullcontext() if mimi.is_streaming else mimi.streaming(batch):
-            batch = mimi._streaming_state.batch_size
-            self._turn_graphs_off()
-            device, results = mimi._streaming_state.device, []
+            state, results = mimi._streaming_state, []
+            self._graphs.turn_off(state)
             for kind in (EncodeStep, DecodeStep):
-                step = self._step(kind, batch, mimi.num_codebooks)
-                results.append(verb(self.steps[step], step.example().to(device)))
+                step = self._step(kind, state.batch_size, mimi.num_codebooks)
+                results.append(verb(self.steps[step], step.example().to(state.device)))
         return results
 
     def _step(self, kind: type[_Step], batch: int, codebooks: int) -> _Step:
@@ -216,7 +187,7 @@ class MimiStream:
 
     def _encode_to_latent(self, x: Tensor, quantize: bool = True) -> Tensor:
         """In place of `MimiModel.encode_to_latent`: the vendor's code, without its graphs."""
-        self._turn_graphs_off()
+        self._graphs.turn_off(self.mimi._streaming_state)
         self.eager_calls["latent"] += 1
         latent: Tensor = type(self.mimi).encode_to_latent(self.mimi, x, quantize)
         return latent
@@ -224,7 +195,7 @@ class MimiStream:
     def _call(self, kind: type[_Step], given: Tensor, shape: tuple[int, int]) -> Tensor:
         state = self.mimi._streaming_state
         shipped = type(self.mimi).encode if kind is EncodeStep else type(self.mimi).decode
-        self._turn_graphs_off()
+        self._graphs.turn_off(state)
         if state is None or given.shape != (state.batch_size, *shape):
             self.eager_calls["not streaming" if state is None else "undeclared size"] += 1
             return shipped(self.mimi, given)  # type: ignore[no-any-return]
@@ -232,65 +203,18 @@ class MimiStream:
         if not step.streams():
             self.eager_calls["detached layers"] += 1
             return shipped(self.mimi, given)  # type: ignore[no-any-return]
-        layers = step.transformer.layers
-        counters = [each._streaming_state for layer in layers for each in (layer, layer.self_attn)]
-        before = [counter.offset_cpu for counter in counters]
-        for counter in counters:
-            counter.offset_cpu = 0
-        try:
-            result: Tensor = self.steps[step](_canonical(given))
-        finally:
-            for counter, frames in zip(counters, before, strict=True):
-                counter.offset_cpu += frames
+        with counted(counters(step.transformer)):
+            result: Tensor = self.steps[step](canonical(given))
         return result
-
-    def _turn_graphs_off(self) -> None:
-        """The graphs of the stream that is open: another one may have been put in since the last call."""
-        for graph in _graphs_of(self.mimi):
-            if graph not in self._graphs:
-                self._graphs[graph] = graph.disable
-                graph.disable = True
 
     def unbind(self) -> None:
         """Gives the object its own methods back, as it was. A stream that is open goes on where it is."""
         mimi = self.mimi
         del mimi.encode, mimi.decode, mimi.encode_to_latent
-        for graph, shipped in self._graphs.items():
-            graph.disable = shipped
-            graph.reset(graph.warmup_steps)  # what it had captured was at addresses of before
+        self._graphs.release()
         for codebook in self._made:
             codebook._embedding = None
         self.plain, self.steps, self._made = {}, {}, []
-
-
-def _graphs_of(mimi: Any) -> list[Any]:
-    """The vendor's captured graphs of the stream that is open, except the one that writes masks, which nobody moves."""
-    state = mimi._streaming_state
-    return [value for name, value in vars(state).items() if name.startswith("graphed_")] if state is not None else []
-
-
-def _canonical(given: Tensor) -> Tensor:
-    """The argument where and as an allocator would have put it: a slice of a recording has strides that say nothing and
-    change with the recording, and may begin anywhere."""
-    if given.is_contiguous() and given.data_ptr() % 16 == 0:
-        return given.view(-1).view(given.shape)
-    return given.clone(memory_format=torch.contiguous_format)
-
-
-def _check(mimi: Any) -> None:
-    """Raises ContractError unless this is the codec that is declared here."""
-    package = type(mimi).__module__.partition(".")[0]
-    version = getattr(sys.modules.get(package), "__version__", None)
-    if "MimiModel" not in {kind.__name__ for kind in type(mimi).__mro__} or version not in VERSIONS:
-        found = f"{type(mimi).__qualname__} of {package} {version or 'without a version'}"
-        raise ContractError(f"expected the MimiModel of moshi {' or '.join(VERSIONS)}, found a {found}", field="mimi")
-    if "encode" in vars(mimi):
-        raise ContractError("this codec is bound already: unbind the other stream first", field="mimi")
-    if mimi.encoder_transformer is None or mimi.decoder_transformer is None or not hasattr(mimi, "downsample"):
-        raise ContractError("only a codec with both transformers and learnt resampling is declared", field="mimi")
-    for module in mimi.modules():
-        if type(module).__name__ == "StreamingMultiheadAttention" and (module.weights_per_step or not module.context):
-            raise ContractError("only attention with a context and one set of weights is declared", field="mimi")
 
 
 class _Mimi:
