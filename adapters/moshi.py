@@ -38,6 +38,7 @@ from cadence_fx.adapters.moshi_state import (
     counters,
     layers_of,
     regions,
+    uncompiled,
 )
 from cadence_fx.clock import Clock
 from cadence_fx.contract import Contract
@@ -55,6 +56,7 @@ class _Step(nn.Module):
         super().__init__()
         self.mimi, self.batch, self.codebooks = mimi, batch, codebooks
         self._layers = layers_of(*(getattr(mimi, part) for part in self.parts))
+        self._uncompiled = uncompiled(mimi)
 
     @property
     def transformer(self) -> Any:
@@ -87,8 +89,9 @@ class EncodeStep(_Step):
 
     def forward(self, samples: Tensor) -> Tensor:
         count_from_zero(self.transformer)
-        (hidden,) = self.mimi.encoder_transformer(self.mimi.encoder(samples))
-        codes: Tensor = self.mimi.quantizer.encode(self.mimi.downsample(hidden))
+        with self._uncompiled():
+            (hidden,) = self.mimi.encoder_transformer(self.mimi.encoder(samples))
+            codes: Tensor = self.mimi.quantizer.encode(self.mimi.downsample(hidden))
         return codes
 
 
@@ -102,8 +105,9 @@ class DecodeStep(_Step):
 
     def forward(self, codes: Tensor) -> Tensor:
         count_from_zero(self.transformer)
-        (hidden,) = self.mimi.decoder_transformer(self.mimi.upsample(self.mimi.quantizer.decode(codes)))
-        samples: Tensor = self.mimi.decoder(hidden)
+        with self._uncompiled():
+            (hidden,) = self.mimi.decoder_transformer(self.mimi.upsample(self.mimi.quantizer.decode(codes)))
+            samples: Tensor = self.mimi.decoder(hidden)
         return samples
 
 
@@ -146,7 +150,7 @@ class MimiStream:
         self.steps: dict[_Step, Callable[..., Any]] = {}
         self._compiled = compiler(backend, passes, dynamic=False)
         self._made: list[Any] = []  # codebooks whose table was not there before
-        self._graphs = HandWrittenGraphs()
+        self._graphs, self._uncompiled = HandWrittenGraphs(), uncompiled(mimi)
         mimi.encode, mimi.decode, mimi.encode_to_latent = self._encode, self._decode, self._encode_to_latent
 
     @torch.no_grad()
@@ -189,20 +193,24 @@ class MimiStream:
         """In place of `MimiModel.encode_to_latent`: the vendor's code, without its graphs."""
         self._graphs.turn_off(self.mimi._streaming_state)
         self.eager_calls["latent"] += 1
-        latent: Tensor = type(self.mimi).encode_to_latent(self.mimi, x, quantize)
-        return latent
+        with self._uncompiled():
+            return type(self.mimi).encode_to_latent(self.mimi, x, quantize)  # type: ignore[no-any-return]
 
     def _call(self, kind: type[_Step], given: Tensor, shape: tuple[int, int]) -> Tensor:
-        state = self.mimi._streaming_state
-        shipped = type(self.mimi).encode if kind is EncodeStep else type(self.mimi).decode
+        state, step = self.mimi._streaming_state, None
         self._graphs.turn_off(state)
-        if state is None or given.shape != (state.batch_size, *shape):
-            self.eager_calls["not streaming" if state is None else "undeclared size"] += 1
-            return shipped(self.mimi, given)  # type: ignore[no-any-return]
-        step = self._step(kind, state.batch_size, self.mimi.num_codebooks)
-        if not step.streams():
-            self.eager_calls["detached layers"] += 1
-            return shipped(self.mimi, given)  # type: ignore[no-any-return]
+        if state is None:
+            reason = "not streaming"
+        elif given.shape != (state.batch_size, *shape):
+            reason = "undeclared size"
+        else:
+            step = self._step(kind, state.batch_size, self.mimi.num_codebooks)
+            reason = "" if step.streams() else "detached layers"
+        if step is None or reason:
+            self.eager_calls[reason] += 1
+            shipped = type(self.mimi).encode if kind is EncodeStep else type(self.mimi).decode
+            with self._uncompiled():
+                return shipped(self.mimi, given)  # type: ignore[no-any-return]
         with counted(counters(step.transformer)):
             result: Tensor = self.steps[step](canonical(given))
         return result

@@ -30,6 +30,7 @@ from cadence_fx.adapters.moshi_state import (
     counters,
     layers_of,
     regions,
+    uncompiled,
 )
 from cadence_fx.clock import Clock
 from cadence_fx.contract import Contract, Region
@@ -80,6 +81,12 @@ class DialogueStep(nn.Module):
         super().__init__()
         self.gen, self.batch = gen, batch
         self.depth = DepthStep(gen, batch)
+        self._layers = layers_of(gen.lm_model.transformer)
+        self._uncompiled = uncompiled(gen)
+
+    def streams(self) -> bool:
+        """Whether every layer of the main transformer has a state."""
+        return all(layer._streaming_state is not None for layer in self._layers)
 
     @property
     def codebooks(self) -> int:
@@ -114,7 +121,8 @@ class DialogueStep(nn.Module):
         state.offset_cpu = gen.max_delay  # from which on the vendor returns what it has computed
         shipped, state.graphed_depth = state.graphed_depth, self.depth
         try:
-            tokens, hidden = type(gen)._step(gen, codes)
+            with self._uncompiled():
+                tokens, hidden = type(gen)._step(gen, codes)
         finally:
             state.graphed_depth = shipped
         state.offset_cpu = 1
@@ -150,7 +158,7 @@ class DialogueStream:
         self.plain: dict[int, DialogueStep] = {}
         self.steps: dict[DialogueStep, Callable[..., Any]] = {}
         self._compiled = compiler(backend, passes, dynamic=False)
-        self._graphs = HandWrittenGraphs()
+        self._graphs, self._uncompiled = HandWrittenGraphs(), uncompiled(gen)
         gen._step = self._step
 
     @torch.no_grad()
@@ -182,9 +190,9 @@ class DialogueStream:
             return "host in the middle"
         if state.condition_sum is not None or state.condition_cross is not None or gen.cfg_coef != 1.0:
             return "conditions"
-        if any(layer._streaming_state is None for layer in layers_of(gen.lm_model.transformer)):
-            return "detached layers"
         step = self._step_of(state.batch_size)
+        if not step.streams():
+            return "detached layers"
         enough = codes.dim() == 3 and codes.shape[1] >= step.codebooks and codes.dtype == torch.int64
         return None if enough and codes.shape[::2] == (state.batch_size, 1) else "undeclared size"
 
@@ -196,7 +204,8 @@ class DialogueStream:
         self._graphs.turn_off(state)
         if (reason := self._undeclared(input_tokens, depformer_replace_tokens)) is not None:
             self.eager_calls[reason] += 1
-            return type(gen)._step(gen, input_tokens, depformer_replace_tokens)  # type: ignore[no-any-return]
+            with self._uncompiled():
+                return type(gen)._step(gen, input_tokens, depformer_replace_tokens)  # type: ignore[no-any-return]
         step = self._step_of(state.batch_size)
         with counted([state, *counters(gen.lm_model.transformer)]):
             tokens, hidden = self.steps[step](canonical(input_tokens[:, : step.codebooks]))

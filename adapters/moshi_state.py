@@ -10,7 +10,8 @@ import contextlib
 import re
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -43,6 +44,14 @@ def check_attention(root: nn.Module, expected: str) -> None:
             module.weights_per_step or module.cross_attention or not module.context
         ):
             raise ContractError("only self-attention with a context and one set of weights is declared", field=expected)
+
+
+def uncompiled(given: Any) -> Callable[[], AbstractContextManager[None]]:
+    """The vendor's own switch for its package: inside, the two functions that it has Inductor compile (rotary positions
+    and norms, on a GPU, unless NO_TORCH_COMPILE was set when it was imported) run the eager kernels that bytes are
+    compared with."""
+    package = type(given).__module__.partition(".")[0]
+    return sys.modules[f"{package}.utils.compile"].no_compile  # type: ignore[no-any-return]
 
 
 def layers_of(*parts: nn.Module) -> tuple[Any, ...]:

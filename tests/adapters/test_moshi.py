@@ -18,6 +18,7 @@ from bench import vendor
 from cadence_fx.adapters import contract_for
 from cadence_fx.adapters.moshi import DecodeStep, EncodeStep, MimiStream
 from cadence_fx.errors import ContractError
+from tests.adapters.moshi_pair import assert_same_state
 from tests.harness import BACKEND, assert_same
 
 pytestmark = pytest.mark.skipif(not vendor.available(vendor.MOSHI), reason="the vendor package moshi is not installed")
@@ -30,20 +31,6 @@ SAMPLES = 1920
 def _serving() -> Iterator[None]:
     with torch.no_grad():
         yield
-
-
-def state_of(mimi: Any) -> dict[str, Any]:
-    """Every tensor and counter in the vendor's state objects, by module and field."""
-    found: dict[str, Any] = {}
-    for module, state in mimi.get_streaming_state().items():
-        fields = dict(vars(state))
-        fields |= {f"kv_cache.{name}": value for name, value in vars(fields.pop("kv_cache", object_())).items()}
-        found |= {f"{module}.{name}": value for name, value in fields.items() if isinstance(value, (Tensor, int, bool))}
-    return found
-
-
-class object_:  # what a state without a ring has in its place
-    pass
 
 
 class Pair:
@@ -73,13 +60,7 @@ class Pair:
         return codes[0]
 
     def check_state(self) -> None:
-        expected, actual = map(state_of, self.both)
-        assert expected.keys() == actual.keys()
-        for name, value in expected.items():
-            if isinstance(value, Tensor):
-                assert_same(actual[name], value, f"{name} after frame {self.frames}")
-            else:
-                assert actual[name] == value, f"{name} after frame {self.frames}"
+        assert_same_state(self.bound, self.reference, f"after frame {self.frames}")
 
     def each(self, method: str, *arguments: Any) -> None:
         for mimi in self.both:
@@ -260,11 +241,7 @@ def test_unbinding_gives_the_object_back_as_shipped() -> None:
         codes = [each.encode(x[i]) for each in (reference, mimi)]
         assert_same(codes[1], codes[0], f"codes of frame {i}")
         assert_same(mimi.decode(codes[0]), reference.decode(codes[0]), f"samples of frame {i}")
-    for name, value in state_of(reference).items():
-        if isinstance(value, Tensor):
-            assert_same(state_of(mimi)[name], value, name)
-        else:
-            assert state_of(mimi)[name] == value, name
+    assert_same_state(mimi, reference, "after unbinding")
     for name, weight in reference.state_dict().items():
         assert_same(mimi.state_dict()[name], weight, name)
 

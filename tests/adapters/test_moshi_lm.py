@@ -14,7 +14,7 @@ from bench import vendor
 from cadence_fx.adapters import contract_for
 from cadence_fx.adapters.moshi_lm import DialogueStep, DialogueStream
 from cadence_fx.errors import ContractError
-from tests.adapters.test_moshi import state_of
+from tests.adapters.moshi_pair import assert_same_state
 from tests.harness import BACKEND, assert_same
 
 pytestmark = pytest.mark.skipif(not vendor.available(vendor.MOSHI), reason="the vendor package moshi is not installed")
@@ -62,14 +62,9 @@ class Pair:
         return said[0]
 
     def check_state(self) -> None:
-        for part in (lambda gen: gen, lambda gen: gen.lm_model):
-            expected, actual = (state_of(part(gen)) for gen in self.both)
-            assert expected.keys() == actual.keys()
-            for name, value in expected.items():
-                if isinstance(value, Tensor):
-                    assert_same(actual[name], value, f"{name} after frame {self.frames}")
-                else:
-                    assert actual[name] == value, f"{name} after frame {self.frames}"
+        when = f"after frame {self.frames}"
+        assert_same_state(self.bound, self.reference, when)
+        assert_same_state(self.bound.lm_model, self.reference.lm_model, when)
         assert not any(gen.lm_model.depformer.is_streaming for gen in self.both)
 
     def each(self, method: str, *arguments: Any) -> None:
@@ -143,6 +138,29 @@ def test_frames_that_need_the_host_run_the_vendors_code() -> None:
     DialogueStream(outside)
     with pytest.raises(RuntimeError, match="streaming"):
         outside.step(torch.zeros(1, 8, 1, dtype=torch.int64))
+
+
+def test_what_the_vendor_has_inductor_compile_is_the_eager_code_in_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    modules = vendor.load("modules.transformer", vendor.MOSHI)
+    lazily = vendor.load("utils.compile", vendor.MOSHI).torch_compile_lazy(modules._rms_norm)
+    assert lazily is not modules._rms_norm
+    plain = modules._rms_norm
+    pair.begin()
+    for _ in range(4):
+        pair.frames += 1
+        codes, said = torch.zeros(1, 8, 1, dtype=torch.int64), []
+        for gen, norm in zip(pair.both, (plain, lazily), strict=True):
+            monkeypatch.setattr(modules, "_rms_norm", norm)
+            torch.manual_seed(pair.frames)
+            said.append(gen.step(codes))
+        if said[0] is not None:
+            assert_same(said[1], said[0], f"tokens of frame {pair.frames}")
+        pair.check_state()
+    pair.bound.check = True  # and in what runs the vendor's code
+    pair.bound.step(torch.zeros(1, 8, 1, dtype=torch.int64))
+    compiled = lazily.__closure__[[*lazily.__code__.co_freevars].index("fun_compiled")].cell_contents
+    assert compiled is None and pair.counts()["misses"] == {}
 
 
 def test_a_frame_that_raises_leaves_nothing_behind() -> None:
