@@ -13,6 +13,8 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 VENDOR := stepaudio2-minicpmo==0.1.1 silero-vad==6.2.3
 # Brings a top-level `stepaudio2` of its own, so it gets a folder of its own, which `bench.vendor` looks into.
 SECOND := minicpmo-utils
+# A fork of it has the same name, so it gets a folder, too.
+CODEC := moshi
 
 .PHONY: help setup demo test lint bench clean
 
@@ -36,6 +38,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	$(PY) -m pip install -qq -c constraints.txt -e '.[dev,demo]'
 	$(PY) -m pip install -qq --no-deps $(VENDOR)
 	$(PY) -m pip install -qq --no-deps --upgrade --target $(VENV)/vendor/$(SECOND) $(SECOND)==1.0.7
+	$(PY) -m pip install -qq --no-deps --upgrade --target $(VENV)/vendor/$(CODEC) $(CODEC)==0.2.13
 	touch $@
 
 demo: $(STAMP)  ## eager against cadence: a trained model on recorded speech, and a released speech decoder

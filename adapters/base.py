@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import nn
 
 from cadence_fx.contract import Contract
+
+Compile = Callable[[nn.Module, Contract], Callable[..., Any]]
 
 
 @runtime_checkable
@@ -22,3 +26,17 @@ class Adapter(Protocol):
 
     def contract(self, module: nn.Module) -> Contract | None:
         """The contract of this module, or None when its configuration has no bounded state to declare."""
+
+
+def compiler(backend: str | Callable[..., Any] | None, passes: Any, dynamic: bool | None = None) -> Compile:
+    """What makes a callable of a step and its contract: `torch.compile` with the backend, or nothing at all."""
+
+    def compiled(step: nn.Module, contract: Contract) -> Callable[..., Any]:
+        if backend is None:
+            return step
+        options: dict[str, Any] = {"contract": contract}
+        if passes is not None:
+            options["passes"] = passes
+        return torch.compile(step, backend=backend, dynamic=dynamic, options=options)
+
+    return compiled

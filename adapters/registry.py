@@ -25,6 +25,11 @@ _BUILT_IN = {
         "token2wav_bounded.FinalStep",
     )
 }
+_BUILT_IN |= {
+    "cadence_fx.adapters.moshi.EncodeStep": "cadence_fx.adapters.moshi:ADAPTER",
+    "cadence_fx.adapters.moshi.DecodeStep": "cadence_fx.adapters.moshi:ADAPTER",
+    "cadence_fx.adapters.moshi_lm.DialogueStep": "cadence_fx.adapters.moshi_lm:ADAPTER",
+}
 _adapters: dict[str, Adapter | str] = dict(_BUILT_IN)
 
 

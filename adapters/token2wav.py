@@ -32,10 +32,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cadence_fx.adapters.base import compiler
 from cadence_fx.adapters.token2wav_bounded import BoundedBinding, BoundedStep, FinalStep
 from cadence_fx.adapters.token2wav_geometry import FLUSH_TOKENS, Geometry, Reach
 from cadence_fx.adapters.token2wav_steps import ConformerStep, FlowStep, Sliced, Workspaces
-from cadence_fx.adapters.token2wav_vocoder import Compile, VocoderBinding, VocoderStep
+from cadence_fx.adapters.token2wav_vocoder import VocoderBinding, VocoderStep
 from cadence_fx.contract import Contract
 from cadence_fx.errors import ContractError
 
@@ -103,7 +104,7 @@ class Token2WavStream:
         )  # fmt: skip
         self.plain_flow = FlowStep(flow.decoder, self.geometry)
         self.plain_conformer = {last: ConformerStep(flow, self.geometry, last_chunk=last) for last in (False, True)}
-        compiled = _compiler(backend, passes)
+        compiled = compiler(backend, passes)
         self.flow = compiled(self.plain_flow, self.geometry.flow_contract())
         self.conformer = {
             last: compiled(step, self.geometry.conformer_contract(last)) for last, step in self.plain_conformer.items()
@@ -112,7 +113,7 @@ class Token2WavStream:
         binding = BoundedBinding if self._bounded else VocoderBinding
         # Thousands of convolutions' sizes as symbols take minutes to trace, and there are few of them.
         self.vocoder: Any = binding(
-            token2wav, self.geometry, _compiler(backend, passes, dynamic=False), self.eager_calls
+            token2wav, self.geometry, compiler(backend, passes, dynamic=False), self.eager_calls
         )
         self._workspaces, self._sliced = Workspaces(self.plain_flow), Sliced(self.plain_flow)
         self._primed: State = {}
@@ -265,20 +266,6 @@ class Token2WavStream:
         with memory:
             mel, solver_cnn, solver_att = flow(mu, self._speaker(spk), torch.zeros_like(mu), solver_cnn, solver_att)
         return mel, dict(zip(self.STATE, (cnn, tokens, frames, solver_cnn, solver_att), strict=True))
-
-
-def _compiler(backend: str | Callable[..., Any] | None, passes: Any, dynamic: bool | None = None) -> Compile:
-    """What makes a callable of a step and its contract: `torch.compile` with the backend, or nothing at all."""
-
-    def compiled(step: nn.Module, contract: Contract) -> Callable[..., Any]:
-        if backend is None:
-            return step
-        options: dict[str, Any] = {"contract": contract}
-        if passes is not None:
-            options["passes"] = passes
-        return torch.compile(step, backend=backend, dynamic=dynamic, options=options)
-
-    return compiled
 
 
 class _Token2Wav:

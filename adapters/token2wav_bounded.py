@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cadence_fx.adapters.base import Compile
 from cadence_fx.adapters.token2wav_geometry import Geometry, Reach
-from cadence_fx.adapters.token2wav_vocoder import UNDECLARED, Call, Compile, PlainNumbers, canonical, inference
+from cadence_fx.adapters.token2wav_vocoder import UNDECLARED, Call, PlainNumbers, canonical, inference
 
 State = tuple[Tensor, Tensor, Tensor]
 COUNTERS = ("mel_offset", "source_offset", "source_end", "speech_offset")

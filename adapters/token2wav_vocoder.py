@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cadence_fx.adapters.base import Compile
 from cadence_fx.adapters.token2wav_geometry import Geometry
-from cadence_fx.contract import Contract
 
-Compile = Callable[[nn.Module, Contract], Callable[..., Any]]
 Call = tuple[Callable[..., Any], tuple[Tensor, ...]]
 UNDECLARED = "undeclared vocoder size"
 

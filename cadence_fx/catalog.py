@@ -19,6 +19,8 @@ from cadence_fx.errors import CatalogTooWide, ContractError, unknown_name
 
 Named = tuple[tuple[str, int], ...]
 
+_STILL = 8  # regions that keep their extent which an entry's text names; of more, only how many they are
+
 
 def _lookup(pairs: Named, name: str, kind: str) -> int:
     for known, value in pairs:
@@ -53,9 +55,12 @@ class CatalogEntry:
         return _lookup(self.next_extents, region, "region")
 
     def __str__(self) -> str:
-        moves = [
-            f"{name} {old} -> {new}" for (name, old), (_, new) in zip(self.extents, self.next_extents, strict=True)
-        ]
+        met = [(name, old, new) for (name, old), (_, new) in zip(self.extents, self.next_extents, strict=True)]
+        still = sum(old == new for _, old, new in met)
+        if still > _STILL:
+            met = [each for each in met if each[1] != each[2]]
+        moves = [f"{name} {old} -> {new}" for name, old, new in met]
+        moves += [f"{still} regions that stay"] if still > _STILL else []
         ticks = ", ".join(f"{name} +{advance}" for name, advance in self.advance) or "no clock"
         return f"{ticks}{' (flush)' if self.flush else ''}: {', '.join(moves) or 'no state'}"
 

@@ -305,7 +305,7 @@ class ExampleCall:
                 if region.argument is not None:
                     arguments = paths.put(arguments, path, state)
                 else:
-                    paths.put(self.module, path, state)
+                    paths.put(self.module, path, state, attribute=True)
         return self._invoke(arguments)
 
     def _state(

@@ -195,12 +195,17 @@ def _keys(value: Any) -> list[Step]:
     return []
 
 
-def put(root: Any, path: Path, leaf: Any) -> Any:
-    """`root` with the element at `path` replaced: containers on the way are copied, modules are changed in place."""
+def put(root: Any, path: Path, leaf: Any, *, attribute: bool = False) -> Any:
+    """`root` with the element at `path` replaced: containers on the way are copied, modules are changed in place.
+
+    Args:
+        attribute: `root` is a module, whose code sets attributes of the objects that it keeps; so dataclasses on the
+            way are changed in place too, unless they are frozen. As arguments they are the caller's, and are copied.
+    """
     if not path:
         return leaf
     step, rest = path[0], path[1:]
-    child = put(get(root, (step,)), rest, leaf)
+    child = put(get(root, (step,)), rest, leaf, attribute=attribute)
     if isinstance(root, Mapping):
         return type(root)({**root, step: child})  # type: ignore[call-arg]
     if isinstance(root, list):
@@ -211,7 +216,9 @@ def put(root: Any, path: Path, leaf: Any) -> Any:
         ]
         return type(root)(*items) if hasattr(root, "_fields") else tuple(items)
     if dataclasses.is_dataclass(root) and not isinstance(root, type):
-        return dataclasses.replace(root, **{str(step): child})
+        frozen: bool = root.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        if frozen or not attribute:
+            return dataclasses.replace(root, **{str(step): child})
     setattr(root, str(step), child)
     return root
 

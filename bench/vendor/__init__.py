@@ -1,27 +1,39 @@
-"""Builds the released Token2Wav decoders with random weights, for tests and benchmarks.
+"""Builds released models with random weights, for tests and benchmarks.
 
-Two packages publish one: `stepaudio2-minicpmo` 0.1.1 and `minicpmo-utils` 1.0.7, whose streaming vocoder is another.
+Two packages publish Token2Wav: `stepaudio2-minicpmo` 0.1.1 and `minicpmo-utils` 1.0.7, whose streaming vocoder is
+another. `moshi` 0.2.13 publishes Moshi and its codec, Mimi.
 All code that runs is the vendor's; only constructors that read checkpoint files are stepped around (see `packages`
-for how the two are imported side by side).
+for how they are imported side by side).
 """
 
+from bench.vendor.mimi import MIMI, SMALL_MIMI, MimiSizes, build_mimi
 from bench.vendor.modules import build_causal_vocoder, build_flow, build_vocoder
-from bench.vendor.packages import MINICPMO_UTILS, STEPAUDIO2, Package, available, load
+from bench.vendor.moshi_lm import MOSHI_7B, SMALL_MOSHI, MoshiSizes, build_lm_gen
+from bench.vendor.packages import MINICPMO_UTILS, MOSHI, STEPAUDIO2, Package, available, load
 from bench.vendor.sizes import RELEASED, SMALL, TINY, Prompt, Sizes, build_prompt, build_tokens
 from bench.vendor.token2wav import build_token2wav, start_turn
 
 __all__ = [
+    "MIMI",
     "MINICPMO_UTILS",
+    "MOSHI",
+    "MOSHI_7B",
     "RELEASED",
     "SMALL",
+    "SMALL_MIMI",
+    "SMALL_MOSHI",
     "STEPAUDIO2",
     "TINY",
+    "MimiSizes",
+    "MoshiSizes",
     "Package",
     "Prompt",
     "Sizes",
     "available",
     "build_causal_vocoder",
     "build_flow",
+    "build_lm_gen",
+    "build_mimi",
     "build_prompt",
     "build_token2wav",
     "build_tokens",

@@ -4,8 +4,9 @@ A package imports its tokenizer, speaker model and audio loaders when it is impo
 decoder, so its submodules are imported without the package's `__init__`, with placeholder modules where an optional
 import is missing (only while importing).
 
-Both packages install a top-level `stepaudio2`. The second one is imported under a name of its own: its modules'
-absolute imports of `stepaudio2` are renamed as they are compiled, and nothing else in them is.
+Two packages install a top-level `stepaudio2`. The second one is imported under a name of its own: its modules'
+absolute imports of `stepaudio2` are renamed as they are compiled, and nothing else in them is. `moshi` is the only one
+of its name.
 
 A package is looked for on `sys.path`, then in `vendor/<distribution>` of the environment, then in `.vendor/` of this
 repository, unpacked there itself or in a folder of the distribution's name.
@@ -20,6 +21,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import math
+import os
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -30,31 +32,34 @@ from typing import Any
 import numpy as np
 import torch._dynamo
 
-FOLDER, MARKER = "stepaudio2", "causal_vocoder"
+FOLDER = "stepaudio2"
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A published package: its name on the index, its version, and what its `stepaudio2` is imported as."""
+    """A published package: its name on the index, its version, and what its top-level folder is imported as."""
 
     distribution: str
     version: str
     name: str
-    causal: bool  # whether its `stepaudio2` has the causal vocoder
+    top: str  # the folder that it installs
+    has: str  # what tells that folder from others of its name: something in it,
+    lacks: str | None = None  # and something that is not
 
     def folder(self) -> Path | None:
-        """Where its `stepaudio2` is, None when it is not installed."""
+        """Where its top-level folder is, None when it is not installed."""
         roots = [*map(Path, sys.path), Path(sys.prefix, "vendor", self.distribution), _REPOSITORY / ".vendor"]
         for root in (*roots, _REPOSITORY / ".vendor" / self.distribution):
-            found = root / FOLDER
-            if (found / "token2wav.py").is_file() and (found / MARKER).is_dir() == self.causal:
+            found = root / self.top
+            if (found / self.has).exists() and not (self.lacks and (found / self.lacks).exists()):
                 return found
         return None
 
 
-STEPAUDIO2 = Package("stepaudio2-minicpmo", "0.1.1", FOLDER, causal=False)
-MINICPMO_UTILS = Package("minicpmo-utils", "1.0.7", "minicpmo_utils_stepaudio2", causal=True)
+STEPAUDIO2 = Package("stepaudio2-minicpmo", "0.1.1", FOLDER, FOLDER, has="token2wav.py", lacks="causal_vocoder")
+MINICPMO_UTILS = Package("minicpmo-utils", "1.0.7", "minicpmo_utils_stepaudio2", FOLDER, has="causal_vocoder")
+MOSHI = Package("moshi", "0.2.13", "moshi", "moshi", has="conditioners")
 
 
 def _get_window(name: str, length: int, fftbins: bool = True) -> np.ndarray:
@@ -79,11 +84,16 @@ _OPTIONAL: dict[str, dict[str, Any]] = {
     "scipy.signal": {"get_window": _get_window},
     "scipy.io": {},
     "scipy.io.wavfile": {"read": None},
+    "huggingface_hub": {"hf_hub_download": None},
+    "huggingface_hub.errors": {"EntryNotFoundError": LookupError},
+    "safetensors": {},
+    "safetensors.torch": {"load_file": None},
+    "sentencepiece": {"SentencePieceProcessor": None},
 }
 
 
 def available(package: Package = STEPAUDIO2) -> bool:
-    """Whether the vendor package and `einops`, which its DiT runs on, can be imported."""
+    """Whether the vendor package and `einops`, which all of them run on, can be imported."""
     return package.folder() is not None and importlib.util.find_spec("einops") is not None
 
 
@@ -122,6 +132,20 @@ def _dynamo_config_kept() -> Iterator[None]:
         config.suppress_errors, config.cache_size_limit = kept
 
 
+@contextlib.contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    """`moshi` decides while it is imported whether Inductor compiles two of its functions on a GPU. Here they are left
+    eager, as they are elsewhere, and that is what bytes are compared with."""
+    kept = os.environ.get("NO_TORCH_COMPILE")
+    os.environ["NO_TORCH_COMPILE"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["NO_TORCH_COMPILE"]
+        if kept is not None:
+            os.environ["NO_TORCH_COMPILE"] = kept
+
+
 class _RenamingLoader(importlib.machinery.SourceFileLoader):
     """Compiles a module of a renamed package: `from stepaudio2.x import y` becomes an import from its own name."""
 
@@ -150,7 +174,7 @@ class _RenamingFinder(importlib.abc.MetaPathFinder):
 
 
 def load(module: str, package: Package = STEPAUDIO2) -> types.ModuleType:
-    """Imports `stepaudio2.<module>` of a package without running the package's `__init__`.
+    """Imports `<module>` of a package without running the package's `__init__`.
 
     Raises:
         ModuleNotFoundError: the package is not installed.
@@ -158,13 +182,14 @@ def load(module: str, package: Package = STEPAUDIO2) -> types.ModuleType:
     folder = package.folder()
     if folder is None:
         raise ModuleNotFoundError(
-            f"{FOLDER} is not importable: pip install --no-deps {package.distribution}=={package.version}"
+            f"{package.top} is not importable: pip install --no-deps {package.distribution}=={package.version}"
         )
     if package.name not in sys.modules:
         root = types.ModuleType(package.name)
         root.__path__ = [str(folder)]
+        root.__version__ = package.version  # type: ignore[attr-defined]
         sys.modules[package.name] = root
-        if package.name != FOLDER:
+        if package.name != package.top:
             sys.meta_path.insert(0, _RenamingFinder(package.name))
-    with _dynamo_config_kept(), _placeholders():
+    with _dynamo_config_kept(), _nothing_compiled(), _placeholders():
         return importlib.import_module(f"{package.name}.{module}")

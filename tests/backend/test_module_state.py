@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 import cadence_fx
 from cadence_fx import untouched
 from cadence_fx.clock import Clock
-from cadence_fx.contract import Contract
+from cadence_fx.contract import Contract, Region
 from cadence_fx.errors import NotServed, WeightsWritten
 from cadence_fx.replay import ExactShapeReplay
-from cadence_fx.retention import KeepLast
+from cadence_fx.retention import KeepLast, Pinned
 from tests.harness import Pair, assert_same, compile_with
 from tests.streams import kept, on_argument
 from tests.toys import B, C, Toy
@@ -358,3 +359,61 @@ def test_a_parameter_too_large_to_be_put_back(inference: bool, monkeypatch: pyte
 class Keeping(Toy):
     def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
         return self.attend(x, cache), torch.cat([cache, self.key(x)], 1)[:, -6:]
+
+
+@dataclass
+class Kept:
+    """What a streaming layer keeps in an object of its own: some of it is not for the constructor."""
+
+    window: Tensor
+
+    def __post_init__(self) -> None:
+        self.last = torch.zeros(1, 1, C)
+        self.calls = torch.zeros(1, dtype=torch.int64)
+
+
+class WithKept(nn.Module):
+    """Writes two tensors of its object in place and rebinds the third."""
+
+    kept: Kept
+
+    def begin(self) -> None:
+        self.kept = Kept(torch.zeros(1, 4, C))
+
+    def forward(self, x: Tensor) -> Tensor:
+        frames = torch.cat([self.kept.window, x], 1)
+        y = frames.sum(1, keepdim=True) + self.kept.last + self.kept.calls
+        self.kept.window[:] = frames[:, -4:]
+        self.kept.last = torch.where(x[:, -1:] > 0, x[:, -1:], self.kept.last)
+        self.kept.calls.add_(1)
+        return y
+
+
+def test_states_in_an_object_that_the_module_keeps() -> None:
+    """Warm-up sets the attributes of that very object, and objects may be exchanged between calls."""
+    frame, here = Clock("frame", 2), "kept."
+    regions = [
+        Region("window", attribute=here + "window", axis=1, clock="frame", retention=Pinned(4)),
+        Region("last", attribute=here + "last", axis=1, clock="frame", retention=Pinned(1)),
+        Region("calls", attribute=here + "calls", axis=0, clock="frame", retention=Pinned(1)),
+    ]
+    eager, module = WithKept(), WithKept()
+    for each in (eager, module):
+        each.begin()
+    step = compile_with(module, Contract([frame], regions))
+    before = module.kept
+    cadence_fx.warm_up(step, torch.randn(1, 2, C))
+    assert module.kept is before and not any(value.any() for value in vars(before).values())
+    streams = [[each.kept] for each in (eager, module)]
+    for each, kept_by in zip((eager, module), streams, strict=True):
+        each.begin()
+        kept_by.append(each.kept)
+    for i in range(24):
+        x = torch.randn(1, 2, C)
+        for each, kept_by in zip((eager, module), streams, strict=True):
+            each.kept = kept_by[i // 3 % 2]
+        assert_same(step(x), eager(x), f"call {i}")
+        for theirs, ours in zip(*streams, strict=True):
+            for name, value in vars(theirs).items():
+                assert_same(vars(ours)[name], value, f"{name} after call {i}")
+    assert not cadence_fx.report(step)["misses"] and cadence_fx.report(step)["replays"] == 24

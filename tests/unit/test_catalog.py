@@ -231,6 +231,17 @@ def test_pinned_regions_have_one_class() -> None:
     assert [str(entry) for entry in catalog] == ["frames +50: conv 6 -> 6"]
 
 
+def test_of_many_regions_that_stay_an_entry_tells_the_number() -> None:
+    frame = Clock("frame", 2)
+    still = [Region(f"r{i}", attribute=f"r{i}", axis=1, clock="frame", retention=Pinned(4)) for i in range(9)]
+    cache = Region("cache", argument="cache", result=1, axis=1, clock="frame", retention=KeepLast(2))
+    assert [str(entry) for entry in Contract([frame], [*still, cache]).catalog()] == [
+        "frame +2: cache 0 -> 2, 9 regions that stay",
+        "frame +2: 10 regions that stay",
+    ]
+    assert str(Contract([frame], still[:8]).catalog().entries[0]).endswith("r6 4 -> 4, r7 4 -> 4")
+
+
 def test_scratch_has_no_extent_in_the_catalog() -> None:
     scratch = Region("work", attribute="work", axis=1, clock="frames", retention=KeepLast(402), lifetime="unit")
     (entry,) = Contract([Clock("frames", 50)], [scratch]).catalog()

@@ -104,6 +104,23 @@ def test_put_copies_containers_and_changes_modules_in_place() -> None:
     assert module.state.sum() == 2
 
 
+@dataclass(frozen=True)
+class Frozen:
+    inner: Any
+
+
+def test_put_on_a_module_sets_attributes_of_the_objects_that_it_keeps() -> None:
+    box, frozen = Box(1, 2), Frozen(3)
+    module: Any = torch.nn.Module()
+    box.later = 4  # type: ignore[attr-defined]  # no field, so not for the constructor
+    module.box, module.frozen = box, frozen
+    paths.put(module, ("box", "left"), "new", attribute=True)
+    paths.put(module, ("box", "later"), "set", attribute=True)
+    paths.put(module, ("frozen", "inner"), "other", attribute=True)
+    assert module.box is box and (box.left, box.later) == ("new", "set")  # type: ignore[attr-defined]
+    assert module.frozen == Frozen("other") and frozen == Frozen(3)
+
+
 @given(steps)
 def test_a_star_matches_one_step_and_nothing_else(path: list[Any]) -> None:
     assert paths.matches(tuple(path), tuple(path))

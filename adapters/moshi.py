@@ -1,0 +1,237 @@
+"""Moshi's codec, Mimi, as `moshi` 0.2.13 publishes it.
+
+A frame is 80 ms: 1,920 samples in or out, two frames of the transformers, one of codes. The vendor keeps each layer's
+state in an object on the layer, `_streaming_state`, writes it in place and never changes a shape, so every call is one
+signature. Two callables are declared here, in the place of the four CUDA graphs that the vendor captures by hand and
+of what runs eager between them:
+
+* `EncodeStep`: samples to codes, through convolutions with a past each, a transformer with a ring of keys and values in
+  each layer, and the quantizer;
+* `DecodeStep`: codes to samples, the same way back, through transposed convolutions with a tail each.
+
+Three habits of the released code decide the declarations. A ring holds exactly as many frames as attention looks back,
+and a call's two frames overwrite the two oldest *before* attention, so the first of them sees one frame less; a ring
+that is larger would give other bytes, and the ring is declared as it is. Masks of which streams of a batch advance are
+tensors on every layer, which users write and steps only read. And one tensor, which tells whether a padding that
+repeats the first frame is still to come, is made anew by each call.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cadence_fx.adapters.base import compiler
+from cadence_fx.adapters.moshi_state import (
+    HandWrittenGraphs,
+    canonical,
+    check,
+    check_attention,
+    count_from_zero,
+    counted,
+    counters,
+    layers_of,
+    regions,
+    uncompiled,
+)
+from cadence_fx.clock import Clock
+from cadence_fx.contract import Contract
+from cadence_fx.errors import ContractError
+
+__all__ = ["ADAPTER", "DecodeStep", "EncodeStep", "MimiStream"]
+
+
+class _Step(nn.Module):
+    """A half of the codec, for `batch` streams and `codebooks` codes a frame."""
+
+    parts: tuple[str, ...]  # the attributes of the vendor's model that hold the state of this half
+
+    def __init__(self, mimi: Any, batch: int, codebooks: int) -> None:
+        super().__init__()
+        self.mimi, self.batch, self.codebooks = mimi, batch, codebooks
+        self._layers = layers_of(*(getattr(mimi, part) for part in self.parts))
+        self._uncompiled = uncompiled(mimi)
+
+    @property
+    def transformer(self) -> Any:
+        """The one of this half."""
+        return getattr(self.mimi, self.parts[1]).transformer
+
+    def contract(self) -> Contract:
+        """One clock, at the rate of codes; every state has one extent."""
+        mimi = self.mimi
+        each = round(mimi.encoder_frame_rate / mimi.frame_rate)  # frames of the transformers in one of codes
+        found = (regions(getattr(mimi, part), f"mimi.{part}", self.batch, each) for part in self.parts)
+        return Contract([Clock("frame", 1)], list(chain.from_iterable(found)))
+
+    def example(self) -> Tensor:
+        """A random argument of a call."""
+        raise NotImplementedError
+
+    def streams(self) -> bool:
+        """Whether every layer of this half has a state: a layer may be detached from its model's streams."""
+        return all(layer._streaming_state is not None for layer in self._layers)
+
+
+class EncodeStep(_Step):
+    """Samples (batch, 1, 1920) to codes (batch, codebooks, 1) int64, by the vendor's own modules."""
+
+    parts = ("encoder", "encoder_transformer", "downsample")
+
+    def example(self) -> Tensor:
+        return torch.randn(self.batch, self.mimi.channels, self.mimi.frame_size, generator=_drawn())
+
+    def forward(self, samples: Tensor) -> Tensor:
+        count_from_zero(self.transformer)
+        with self._uncompiled():
+            (hidden,) = self.mimi.encoder_transformer(self.mimi.encoder(samples))
+            codes: Tensor = self.mimi.quantizer.encode(self.mimi.downsample(hidden))
+        return codes
+
+
+class DecodeStep(_Step):
+    """Codes (batch, codebooks, 1) int64 to samples (batch, 1, 1920), by the vendor's own modules."""
+
+    parts = ("decoder", "decoder_transformer", "upsample")
+
+    def example(self) -> Tensor:
+        return torch.randint(self.mimi.cardinality, (self.batch, self.codebooks, 1), generator=_drawn())
+
+    def forward(self, codes: Tensor) -> Tensor:
+        count_from_zero(self.transformer)
+        with self._uncompiled():
+            (hidden,) = self.mimi.decoder_transformer(self.mimi.upsample(self.mimi.quantizer.decode(codes)))
+            samples: Tensor = self.mimi.decoder(hidden)
+        return samples
+
+
+def _drawn() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+class MimiStream:
+    """A vendor's `MimiModel` whose `encode` and `decode` of one frame are compiled steps; used as before.
+
+    While bound, `encode`, `decode` and `encode_to_latent` are methods of this object, and the graphs that the vendor
+    captures by hand are off: they hold addresses of states that the steps may move. `streaming`, `reset_streaming`,
+    `set_exec_mask` and `get_streaming_state` are the vendor's code on the vendor's state objects, and
+    `set_streaming_state` may exchange these between calls. All other calls (whole recordings, several frames at once,
+    `encode_to_latent`) run the vendor's code, counted in `eager_calls`. `unbind` undoes all of it.
+
+    Steps are made for each number of streams in a batch and of codebooks in use, when it is first met.
+
+    Args:
+        mimi: the vendor's object.
+        backend: what `torch.compile` gets for the steps, "cadence" for this project's; None runs them uncompiled.
+        passes: which passes rewrite the steps, as `options={"passes": ...}` has it; None for the default ones.
+
+    Raises:
+        ContractError: the object is of another class or version, is bound already, or is built in another way than
+            the released codec.
+    """
+
+    METHODS = ("encode", "decode", "encode_to_latent")
+
+    def __init__(self, mimi: Any, *, backend: str | Callable[..., Any] | None = None, passes: Any = None) -> None:
+        check(mimi, "MimiModel", self.METHODS)
+        both = mimi.encoder_transformer is not None and mimi.decoder_transformer is not None
+        if not both or mimi.resample_method != "conv" or mimi.encoder_frame_rate == mimi.frame_rate:
+            raise ContractError("only a codec with two transformers and learnt resampling is declared", field="mimi")
+        check_attention(mimi, "MimiModel")
+        self.mimi = mimi
+        self.eager_calls: Counter[str] = Counter()
+        self.plain: dict[tuple[type[_Step], int, int], _Step] = {}
+        self.steps: dict[_Step, Callable[..., Any]] = {}
+        self._compiled = compiler(backend, passes, dynamic=False)
+        self._made: list[Any] = []  # codebooks whose table was not there before
+        self._graphs, self._uncompiled = HandWrittenGraphs(), uncompiled(mimi)
+        mimi.encode, mimi.decode, mimi.encode_to_latent = self._encode, self._decode, self._encode_to_latent
+
+    @torch.no_grad()
+    def warm_up(self, verb: Callable[..., Any], batch: int = 1) -> list[Any]:
+        """`verb(step, argument)` for both steps, as `cadence_fx.warm_up` asks for; returns what each returned.
+
+        It takes the states of the stream that is open, and its batch, or opens one of `batch` streams meanwhile.
+        """
+        mimi = self.mimi
+        with nullcontext() if mimi.is_streaming else mimi.streaming(batch):
+            state, results = mimi._streaming_state, []
+            self._graphs.turn_off(state)
+            for kind in (EncodeStep, DecodeStep):
+                step = self._step(kind, state.batch_size, mimi.num_codebooks)
+                results.append(verb(self.steps[step], step.example().to(state.device)))
+        return results
+
+    def _step(self, kind: type[_Step], batch: int, codebooks: int) -> _Step:
+        """The plain step; the compiled one is in `steps`. Every table that it reads exists afterwards."""
+        key = kind, batch, codebooks
+        if key not in self.plain:
+            step = self.plain[key] = kind(self.mimi, batch, codebooks)
+            self.steps[step] = self._compiled(step, step.contract())
+        for quantizer in (self.mimi.quantizer.rvq_first, self.mimi.quantizer.rvq_rest):
+            for layer in quantizer.vq.layers[: quantizer.n_q]:
+                if layer._codebook._embedding is None:
+                    self._made.append(layer._codebook)
+                    _ = layer._codebook.embedding  # the vendor makes it where it is first read, in the middle of a call
+        return self.plain[key]
+
+    def _encode(self, x: Tensor) -> Tensor:
+        """In place of `MimiModel.encode`: samples (batch, 1, n) to codes (batch, codebooks, n / 1920)."""
+        return self._call(EncodeStep, x, (self.mimi.channels, self.mimi.frame_size))
+
+    def _decode(self, codes: Tensor) -> Tensor:
+        """In place of `MimiModel.decode`: codes (batch, codebooks, n) to samples (batch, 1, 1920 * n)."""
+        return self._call(DecodeStep, codes, (self.mimi.num_codebooks, 1))
+
+    def _encode_to_latent(self, x: Tensor, quantize: bool = True) -> Tensor:
+        """In place of `MimiModel.encode_to_latent`: the vendor's code, without its graphs."""
+        self._graphs.turn_off(self.mimi._streaming_state)
+        self.eager_calls["latent"] += 1
+        with self._uncompiled():
+            return type(self.mimi).encode_to_latent(self.mimi, x, quantize)  # type: ignore[no-any-return]
+
+    def _call(self, kind: type[_Step], given: Tensor, shape: tuple[int, int]) -> Tensor:
+        state, step = self.mimi._streaming_state, None
+        self._graphs.turn_off(state)
+        if state is None:
+            reason = "not streaming"
+        elif given.shape != (state.batch_size, *shape):
+            reason = "undeclared size"
+        else:
+            step = self._step(kind, state.batch_size, self.mimi.num_codebooks)
+            reason = "" if step.streams() else "detached layers"
+        if step is None or reason:
+            self.eager_calls[reason] += 1
+            shipped = type(self.mimi).encode if kind is EncodeStep else type(self.mimi).decode
+            with self._uncompiled():
+                return shipped(self.mimi, given)  # type: ignore[no-any-return]
+        with counted(counters(step.transformer)):
+            result: Tensor = self.steps[step](canonical(given))
+        return result
+
+    def unbind(self) -> None:
+        """Gives the object its own methods back, as it was. A stream that is open goes on where it is."""
+        mimi = self.mimi
+        del mimi.encode, mimi.decode, mimi.encode_to_latent
+        self._graphs.release()
+        for codebook in self._made:
+            codebook._embedding = None
+        self.plain, self.steps, self._made = {}, {}, []
+
+
+class _Mimi:
+    """Adapter of the steps; the vendor's own classes have no forward of one frame."""
+
+    classes = tuple(f"{kind.__module__}.{kind.__name__}" for kind in (EncodeStep, DecodeStep))
+
+    def contract(self, module: nn.Module) -> Contract | None:
+        return module.contract() if isinstance(module, _Step) else None
+
+
+ADAPTER = _Mimi()
