@@ -126,7 +126,7 @@ class Worker:
         repeat have made; nothing where it has none such. How many calls were equal, and how many were compared."""
         if self.stream is None or not self._eager_operators():
             return {}
-        equal = compared = 0
+        equal = 0
         with contextlib.ExitStack() as stack:
             ledgers = [stack.enter_context(cadence_fx.audit(step)) for step in self.stream.vocoder.steps.values()]
             for number in range(first, first + count):

@@ -209,9 +209,7 @@ def _baseline(
         # The probe's outcome does not hold what it found to be written.
         _, reference = certify.run_reference(plan, static_args, snapshot)
         snapshot.restore()
-    _, again = certify.run_reference(plan, static_args, snapshot)
-    snapshot.restore()
-    unstable = reference.differs_from(again)
+    unstable = _unstable(plan, reference, static_args, snapshot)
     if unstable is not None and plan.split is not None:
         split = plan.split(static_args, snapshot.restore)
         if split is not None:
@@ -230,15 +228,13 @@ def _follow(
     split.tape.start()
     _, reference = certify.run_reference(plan, static_args, snapshot)
     snapshot.restore()
-    _, again = certify.run_reference(plan, static_args, snapshot)
-    snapshot.restore()
-    return reference, reference.differs_from(again)
+    return reference, _unstable(plan, reference, static_args, snapshot)
 
 
 def _unstable(
     plan: Plan, reference: certify.Outcome, static_args: Sequence[Any], snapshot: certify.Snapshot
 ) -> str | None:
-    """Whether eager itself differs from the run that a class differs from: a class is not blamed for that."""
+    """How another stock run differs from one: a class is not blamed for that."""
     _, again = certify.run_reference(plan, static_args, snapshot)
     snapshot.restore()
     return reference.differs_from(again)

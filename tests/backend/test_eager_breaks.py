@@ -6,6 +6,7 @@ and the class must agree on every byte: each calls the operator as often, in the
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -158,15 +159,44 @@ def warmed(module: torch.nn.Module, device: str = "cpu") -> Any:
     return step
 
 
+@contextlib.contextmanager
+def registered(pass_: Any) -> Iterator[None]:
+    """What is compiled inside is rewritten by this pass, too."""
+    register_pass(pass_)
+    try:
+        yield
+    finally:
+        _registered.pop()
+
+
+@contextlib.contextmanager
+def kernel(name: str, function: Callable[..., Tensor]) -> Iterator[None]:
+    """One of PyTorch's own operators with another kernel."""
+    override = torch.library.Library("aten", "IMPL")
+    override.impl(name, function, "CPU")
+    try:
+        yield
+    finally:
+        override._destroy()
+
+
+def compare_streams(module: torch.nn.Module, step: Any, calls: int = 6) -> dict[str, Any]:
+    """Play both; returns the report."""
+    for i, (mine, right) in enumerate(zip(stream(step, calls), stream(module, calls), strict=True)):
+        assert_same(mine, right, f"result {i}")
+        assert mine.stride() == right.stride() or mine.shape == (B, 6, C), f"result {i} lies otherwise"
+    report = cadence_fx.report(step)
+    assert (report["replays"], report["misses"]) == (calls, {})
+    return report.as_dict()
+
+
 @pytest.mark.parametrize("kind", OPERATORS, ids=lambda kind: kind.__name__)
 def test_every_call_replays_and_every_byte_is_eagers(kind: type[Toy]) -> None:
     torch.manual_seed(0)
     module = kind().eval()
     step = warmed(copy.deepcopy(module))
-    for i, (mine, right) in enumerate(zip(stream(step, 12), stream(module, 12), strict=True)):
-        assert_same(mine, right, f"result {i}")
-    report = cadence_fx.report(step)
-    assert (report["replays"], report["misses"], report["refusals"]) == (12, {}, {})
+    report = compare_streams(module, step, 12)
+    assert report["refusals"] == {}
     assert report["eager_operators"] == {"not_reproducible": 12 * OPERATORS[kind]}
     assert all(len(row["eager_operators"]) == OPERATORS[kind] for row in report["class_table"])
 
@@ -222,16 +252,10 @@ class Shift:
 
 @pytest.mark.parametrize("target", [aten.tanh.default, aten.softmax.int], ids=["before", "behind"])
 def test_a_wrong_pass_is_caught_all_the_same(target: Any) -> None:
-    register_pass(Shift(target))
-    try:
+    with registered(Shift(target)):
         module = Between().eval()
         step = warmed(copy.deepcopy(module))
-    finally:
-        _registered.pop()
-    for i, (mine, right) in enumerate(zip(stream(step, 6), stream(module, 6), strict=True)):
-        assert_same(mine, right, f"result {i}")
-    report = cadence_fx.report(step)
-    assert (report["replays"], report["misses"]) == (6, {})
+    report = compare_streams(module, step)
     for row in report["class_table"]:
         assert any(note.startswith("rewritten in place dropped: ") for note in row["notes"])
         assert "admitted: rewritten in place without shift" in row["notes"]
@@ -253,11 +277,8 @@ class Loses:
 
 
 def test_a_pass_that_loses_one_is_left_out() -> None:
-    register_pass(Loses())
-    try:
+    with registered(Loses()):
         step = warmed(Between().eval())
-    finally:
-        _registered.pop()
     for row in cadence_fx.report(step)["class_table"]:
         assert len(row["eager_operators"]) == 1
         assert "admitted: rewritten in place without optional passes" in row["notes"]
@@ -273,12 +294,8 @@ def test_too_many_of_them_are_no_recording(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.fixture
 def restless_erfc() -> Iterator[None]:
     """PyTorch's own operator with a kernel that does not repeat."""
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("erfc", lambda x: torch.tanh(x) + weather.next(), "CPU")
-    try:
+    with kernel("erfc", lambda x: torch.tanh(x) + weather.next()):
         yield
-    finally:
-        library._destroy()
 
 
 class Erfc(Toy):
@@ -290,10 +307,7 @@ class Erfc(Toy):
 def test_classes_are_compared_on_other_inputs_too(restless_erfc: None) -> None:
     module = Erfc().eval()
     step = warmed(copy.deepcopy(module))
-    for i, (mine, right) in enumerate(zip(stream(step, 6), stream(module, 6), strict=True)):
-        assert_same(mine, right, f"result {i}")
-    report = cadence_fx.report(step)
-    assert (report["replays"], report["misses"]) == (6, {})
+    report = compare_streams(module, step)
     assert [row["compared_inputs"] for row in report["class_table"]] == [3] * 3
     assert all("erfc" in what for row in report["class_table"] for what in row["eager_operators"])
 
@@ -305,12 +319,8 @@ def restless_index_add() -> Iterator[None]:
     def index_add_(self: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
         return self.put_(index, source * weather.next(), accumulate=True)
 
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("index_add_", index_add_, "CPU")
-    try:
+    with kernel("index_add_", index_add_):
         yield
-    finally:
-        library._destroy()
 
 
 class Cells(Toy):
@@ -325,10 +335,7 @@ def test_what_they_are_given_is_looked_at_behind_the_backs_of_those_who_watch(re
     """Whether values reach the host decides on which inputs a class is compared; the tape's own looks do not count."""
     module = Cells().eval()
     step = warmed(copy.deepcopy(module))
-    for i, (mine, right) in enumerate(zip(stream(step, 6), stream(module, 6), strict=True)):
-        assert_same(mine, right, f"result {i}")
-    report = cadence_fx.report(step)
-    assert (report["replays"], report["misses"]) == (6, {})
+    report = compare_streams(module, step)
     assert [row["compared_inputs"] for row in report["class_table"]] == [3] * 3
     assert all("index_add_" in what for row in report["class_table"] for what in row["eager_operators"])
 
@@ -347,16 +354,6 @@ def test_what_was_taken_down_is_let_go() -> None:
     step = warmed(Between().eval())
     tapes = [c.plan.tape for _, table in program_of(step, "test").graphs for c in table.classes.values()]
     assert len(tapes) == 3 and all(tape is not None and not tape._taken and not tape._on for tape in tapes)
-
-
-def compare_streams(module: torch.nn.Module, step: Any, calls: int = 6) -> dict[str, Any]:
-    """Play both; returns the report."""
-    for i, (mine, right) in enumerate(zip(stream(step, calls), stream(module, calls), strict=True)):
-        assert_same(mine, right, f"result {i}")
-        assert mine.stride() == right.stride() or mine.shape == (B, 6, C), f"result {i} lies otherwise"
-    report = cadence_fx.report(step)
-    assert (report["replays"], report["misses"]) == (calls, {})
-    return report.as_dict()
 
 
 STATEFUL = [s for s in STREAMS if "self.attend(" in inspect.getsource(s.module.forward)]
@@ -435,11 +432,8 @@ class Indexed:
 def test_what_watches_the_operator_changes_nothing_else() -> None:
     module = Pooled().eval()
     compare_streams(module, warmed(copy.deepcopy(module)))
-    register_pass(Indexed())
-    try:
+    with registered(Indexed()):
         step = warmed(copy.deepcopy(module))
-    finally:
-        _registered.pop()
     report = compare_streams(module, step)
     assert all("admitted: rewritten in place without indexed" in row["notes"] for row in report["class_table"])
 
@@ -519,11 +513,8 @@ def test_a_pass_may_not_change_what_they_are_given_nor_their_order(
     kind: type[Toy], change: Callable[[fx.GraphModule], None]
 ) -> None:
     module = kind().eval()
-    register_pass(Rewires(change))
-    try:
+    with registered(Rewires(change)):
         step = warmed(copy.deepcopy(module))
-    finally:
-        _registered.pop()
     for row in compare_streams(module, step)["class_table"]:
         assert not any(note == "admitted: rewritten in place" for note in row["notes"])
 
@@ -531,12 +522,8 @@ def test_a_pass_may_not_change_what_they_are_given_nor_their_order(
 @pytest.fixture
 def scaled_erfc() -> Iterator[None]:
     """Its differences grow with what it is given: none on zeros."""
-    override = torch.library.Library("aten", "IMPL")
-    override.impl("erfc", lambda x: torch.tanh(x) * (1 + weather.next()), "CPU")
-    try:
+    with kernel("erfc", lambda x: torch.tanh(x) * (1 + weather.next())):
         yield
-    finally:
-        override._destroy()
 
 
 class OfZeros(Toy):
@@ -564,12 +551,9 @@ class WrongButOnZeros(Rewires):
 def test_one_that_repeats_on_the_first_data_only(scaled_erfc: None) -> None:
     """A cache of zeros, as a stream begins with: what does not repeat shows on the other inputs of the certificate."""
     module = OfZeros().eval()
-    register_pass(WrongButOnZeros())
-    try:
+    with registered(WrongButOnZeros()):
         step = compile_with(copy.deepcopy(module), CONTRACT)
         cadence_fx.warm_up(step, torch.randn(B, 2, C), torch.zeros(B, 2, C))
-    finally:
-        _registered.pop()
     for row in compare_streams(module, step)["class_table"]:
         assert (row["compared_inputs"], len(row["eager_operators"])) == (3, 1)
         assert not any("not compared" in note or note == "admitted: rewritten in place" for note in row["notes"])
