@@ -190,6 +190,17 @@ class ContractFileError(ContractError):
         self.args = (f"{path}: {self.args[0]}",)
 
 
+class ExampleFailed(CadenceError):
+    """`infer` was given a call that the module cannot make, or a module that it cannot copy."""
+
+    reason = "example_failed"
+
+    def __init__(self, problem: str, location: str | None) -> None:
+        self.problem = problem
+        self.location = location
+        super().__init__(problem + (f" ({location})" if location else ""))
+
+
 class CatalogTooWide(CadenceError):
     """More classes are reachable than the contract allows to capture."""
 
