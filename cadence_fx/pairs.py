@@ -67,7 +67,9 @@ def find_pairs(live: Live, first: Arguments, second: Arguments | None) -> Pairs:
     if second is not None:
         _by_second_call(ran, second, found)
     if graph is not None:
-        _by_graph(live, first, ran, Follower(graph), found)
+        follower = Follower(graph)
+        _by_graph(live, first, ran, follower, found)
+        found.slots = [_with_proof(slot, follower) for slot in found.slots]
     if second is None:
         _left(ran, found)
     return found
@@ -251,6 +253,12 @@ def _by_graph(live: Live, first: Arguments, ran: Ran, follower: Follower, found:
     others = [place for place in _free(ran, found)[0] if place not in empty]
     _claim(others, follower, ran, found)
     _by_smaller_inputs(live, first, follower, ran, found)
+
+
+def _with_proof(slot: Slot, follower: Follower) -> Slot:
+    """A pair that calls have shown, and the graph shows too."""
+    proved = slot.proved or _holds(follower, slot.place, follower.graph.after(slot))
+    return dataclasses.replace(slot, proved=proved)
 
 
 def _claim(

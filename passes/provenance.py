@@ -189,7 +189,7 @@ def _first_frame(shape: Sequence[int], axis: int) -> torch.Tensor:
     outer, inner = prod(shape[:axis]), prod(shape[axis + 1 :])
     rows = torch.arange(outer, dtype=torch.int32).mul_(shape[axis] * inner)
     numbers = rows[:, None] + torch.arange(inner, dtype=torch.int32)
-    return numbers.view(*shape[:axis], *shape[axis + 1 :])
+    return numbers.view((*shape[:axis], *shape[axis + 1 :]))
 
 
 def _fresh_frame(run: IdRun, frame: torch.Tensor, advance: int) -> _Frame:
