@@ -29,7 +29,8 @@ from cadence_fx._torch import as_expr
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
-_STACKS = {"record_stack_traces": True} if "record_stack_traces" in inspect.signature(make_fx).parameters else {}
+_RECORDS = "record_stack_traces" in inspect.signature(make_fx).parameters
+_STACKS: dict[str, Any] = {"record_stack_traces": True} if _RECORDS else {}
 
 
 class NotTraced(Exception):
@@ -116,7 +117,7 @@ def trace_call(
 
 def _opened(mode: FakeTensorMode, tensor: torch.Tensor, axes: Collection[int], name: str) -> FakeTensor:
     sizes = [DimDynamic.DYNAMIC if axis in axes else DimDynamic.STATIC for axis in range(tensor.dim())]
-    context = StatelessSymbolicContext(dynamic_sizes=sizes)
+    context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
     return mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(name))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cadence_fx.paths import Path, Step, spell
+from cadence_fx.paths import ANY, Path, Step
 
 _FOREIGN = ("torch", "builtins", "typing", "functools", "contextlib", "threading", "weakref", "numpy")
 _PARTS = {"_parameters", "_buffers", "_modules"}
@@ -71,5 +71,8 @@ def _step(name: str) -> Step:
 
 
 def accessor(path: Path) -> str:
-    """A path into a result as a contract spells it: ``1['layers'][0]``."""
-    return f"{path[0]}{spell(path[1:])}" if path and isinstance(path[0], int) else spell(path)
+    """A path into a result as a contract spells it: ``1['layers'][*]``, ``0`` for a result that is one tensor."""
+    if not path:
+        return "0"
+    first = str(path[0]) if isinstance(path[0], int) else f"[{path[0]!r}]"
+    return first + "".join("[*]" if step == ANY else f"[{step!r}]" for step in path[1:])

@@ -149,9 +149,7 @@ def _in_place(ran: Ran, graph: Graph | None, second: Arguments | None, found: Pa
             found.doubts.append(
                 Doubt(str(place), "is replaced in the caller's own container; return the new state instead")
             )
-        elif (
-            second is not None and _at(second, place) is not None and bytes_equal(_at(second, place), ran.after[place])
-        ):
+        elif second is not None and (given := _at(second, place)) is not None and bytes_equal(given, ran.after[place]):
             found.slots.append(Slot(place, None, False))
         elif graph is not None and _holds(Follower(graph), place, graph.after(Slot(place, None, True))):
             found.slots.append(Slot(place, None, True))

@@ -8,7 +8,7 @@ end, and then the last calls before the cut and the first after it are made.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -37,7 +37,6 @@ class Visit:
         graph: the same by its graph, or why the graph does not say; empty where the call was not traced.
         lines: the user's line that makes each state.
         flush: whether the call was one of those that end a turn.
-        inputs: sizes that the arguments have which are no states.
     """
 
     shapes: dict[Slot, tuple[Shape, Shape]]
@@ -58,6 +57,7 @@ class Walk:
         unsteady: states whose extents depend on the data.
         not_traced: why calls could not be traced.
         cycles: the extents come back to what they were, and go on changing.
+        jumped: states were made up, so that not all calls up to the bound were made.
     """
 
     visits: list[Visit] = dataclasses.field(default_factory=list)
@@ -138,6 +138,8 @@ class Walker:
         written: attributes that calls change.
         first, later: the calls of a turn.
         flush: a call of other sizes, which ends a turn.
+        witness: is shown each state before and after each call, and whether that ended a turn; calls are not traced
+            then, and other numbers are drawn.
     """
 
     def __init__(
@@ -148,15 +150,17 @@ class Walker:
         first: Arguments,
         later: Arguments,
         flush: Arguments | None,
+        witness: Callable[[Slot, torch.Tensor, torch.Tensor, bool], None] | None = None,
     ) -> None:
         self.live, self.slots, self.written = live, slots, written
         self.first, self.later, self.flush = first, later, flush
+        self.witness = witness
         self.found = Walk()
         self._traced: dict[tuple[object, ...], int] = {}
 
     def walk(self) -> Walk:
         """All of it. Raises `ExampleFailed` where not even the first calls can be made."""
-        stream = Stream(self.live, self.slots, self.first, 3)
+        stream = Stream(self.live, self.slots, self.first, 3 if self.witness is None else 11)
         repeats, seen = 0, set()
         for number in range(CALLS):
             before = stream.shapes()
@@ -174,7 +178,8 @@ class Walker:
                 self.found.cycles = True
                 break
             seen.add(key)
-        self._compare_with_other_data()
+        if self.witness is None:
+            self._compare_with_other_data()
         if not self.found.settled and not self.found.cycles and not self.found.unsteady:
             self._jump(stream)
         return self.found
@@ -183,11 +188,14 @@ class Walker:
         arguments = stream.feed(template)
         before = {slot: stream.state(slot).detach().clone() for slot in self.slots}
         visit = Visit({}, {}, {}, {}, flush)
-        follower = self._follower(stream, arguments, flush)
+        follower = self._follower(stream, arguments, flush) if self.witness is None else None
         stream.call(arguments)
         for slot in self.slots:
             old, new = before[slot], stream.state(slot)
             visit.shapes[slot] = tuple(old.shape), tuple(new.shape)
+            if self.witness is not None:
+                self.witness(slot, old, new, flush)
+                continue
             for axis in _axes(old.shape, new.shape):
                 visit.read[slot, axis] = frames_by_bytes(old, new, axis)
                 if follower is not None:

@@ -192,7 +192,7 @@ def _first_frame(shape: Sequence[int], axis: int) -> torch.Tensor:
     return numbers.view((*shape[:axis], *shape[axis + 1 :]))
 
 
-def _fresh_frame(run: IdRun, frame: torch.Tensor, advance: int) -> _Frame:
+def _fresh_frame(run: IdRun, frame: torch.Tensor, advance: int) -> Frame:
     """A frame without old bytes; which one it is, if just one dimension of its leaf can count the fresh frames."""
     sample = frame.reshape(-1)
     sample = sample[:: max(1, sample.numel() // _SAMPLE)].long()
