@@ -29,6 +29,8 @@ from cadence_fx.errors import UnknownArgument as UnknownArgument
 from cadence_fx.errors import UnknownState as UnknownState
 from cadence_fx.errors import UnusedClock as UnusedClock
 from cadence_fx.errors import WrongModule as WrongModule
+from cadence_fx.explain import Explanation as Explanation
+from cadence_fx.explain import explain as explain
 from cadence_fx.refresh import refresh as refresh
 from cadence_fx.replay import ExactShapeReplay as ExactShapeReplay
 from cadence_fx.report import Report as Report
@@ -55,6 +57,7 @@ __all__ = [
     "ContractError",
     "ContractFileError",
     "ExactShapeReplay",
+    "Explanation",
     "Input",
     "KeepLast",
     "NotCapturable",
@@ -79,6 +82,7 @@ __all__ = [
     "declare",
     "deterministic",
     "disabled",
+    "explain",
     "refresh",
     "report",
     "restore",

@@ -132,7 +132,7 @@ class GraphPlanner:
             return Miss("not_traceable", what, lasting=True)
         assert self.admission is not None
         self.program.note_sizes(self.admission.shapes(args))
-        self.program.signatures.setdefault(point, []).append(self._signature(args))
+        self.program.signatures.setdefault(point, []).append(self.signature(args))
         return plan
 
     def point(self, args: Sequence[Any]) -> CatalogEntry | Miss:
@@ -141,19 +141,24 @@ class GraphPlanner:
             return self.verdict or Miss("no_contract", _NO_CONTRACT)
         return self.admission.point(args)
 
+    def foresee(self, args: Sequence[Any]) -> Miss | None:
+        point = self.point(args)
+        return point if isinstance(point, Miss) else None
+
     def unknown(self, args: Sequence[Any]) -> Miss | None:
         """Whether warm-up has captured this very signature, perhaps through another Dynamo graph."""
         point = self.point(args)
         if isinstance(point, Miss):
             return point
-        mine = self._signature(args)
+        mine = self.signature(args)
         answers = [compare(known, mine) for known in self.program.signatures.get(point, [])]
         if None in answers:
             return None
         found = next((answer for answer in answers if answer is not None), None)
         return Miss(*found) if found is not None else Miss("sealed", f"{point} was not captured before the seal")
 
-    def _signature(self, args: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
+    def signature(self, args: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
+        """What decides which kernels a call runs, by what the user calls each argument; ambient state under ""."""
         found: dict[str, tuple[Any, ...]] = {"": ambient_state(self.device.type)}
         for entry in self.binding.inputs:
             if entry.role == "region":
@@ -378,7 +383,7 @@ class GraphPlanner:
         """What two graphs must share to share a class: the computation and the signature of the call. Dynamo compiles
         another graph for a weight that is a lazy view now, and it may be the same computation."""
         lazy = frozenset(self.names[i] for i in plan.fixed if is_lazy(args[i]))
-        return plan.fingerprint, frozenset(self._signature(args).items()), lazy
+        return plan.fingerprint, frozenset(self.signature(args).items()), lazy
 
     # -- workspaces ---------------------------------------------------------------------------------------------------
 

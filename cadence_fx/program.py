@@ -59,6 +59,7 @@ class Program:
         attributes: path -> value of the module's attributes and buffers when warm-up began, while it lasts.
         breaks: why and where Dynamo broke the callable into several graphs.
         watching: calls run eager and their raw outputs are kept, so that warm-up can see which output is which state.
+        auditor: answers calls in place of their table, with what it is asked: planner, table, arguments.
         sealed: warm-up is over.
     """
 
@@ -121,6 +122,23 @@ class Program:
 
     def compile(self, gm: fx.GraphModule, site: CompileSite) -> Callable[..., Any]:
         """What Dynamo calls instead of `gm`."""
+        planner, table, complete = self.prepare(gm, site)
+        if site.broken is not None:
+            self.breaks[site.broken] = None
+        self.graphs.append((planner, table))
+
+        def call(*args: Any) -> Any:
+            args = complete(args)
+            if self.auditor is not None:
+                return self.auditor(planner, table, args)
+            return planner.finish(table(args), args)
+
+        return call
+
+    def prepare(
+        self, gm: fx.GraphModule, site: CompileSite
+    ) -> tuple[GraphPlanner, ReplayTable, Callable[[tuple[Any, ...]], tuple[Any, ...]]]:
+        """The planner and the table that calls of a Dynamo graph get, and what makes their arguments of Dynamo's."""
         binding = bind(gm, self.contract, site, lambda path: self._is_lazy(site, path))
         numbers = {i.name for i in binding.inputs if i.role == "scalar" and i.origin.query == "value" and not i.random}
         tables = {i.name for i in binding.inputs if i.role in ("fixed", "staged") and i.origin.root == "module"}
@@ -145,18 +163,7 @@ class Program:
         limit = self.contract.max_classes if self.contract is not None else 0
         table = ReplayTable(planner, roles, names, device, self.ledger, limit, self.gate)
         table.sealed = self.sealed
-        if site.broken is not None:
-            self.breaks[site.broken] = None
-        self.graphs.append((planner, table))
-
-        def call(*args: Any) -> Any:
-            if first is not None:
-                args = (*args, *first(*args))
-            if self.auditor is not None:
-                return self.auditor(planner, table, args)
-            return planner.finish(table(args), args)
-
-        return call
+        return planner, table, lambda args: args if first is None else (*args, *first(*args))
 
     def _is_lazy(self, site: CompileSite, path: paths.Path) -> bool:
         """Whether an attribute is not what it was when warm-up began: the code itself has put it there."""

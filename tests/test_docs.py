@@ -28,7 +28,9 @@ RELAYED = {
     ("graph", "error.reason"),
     ("graph", "*found"),
     ("verify_capturable", "reason"),
-    ("capture", "*problem"),
+    ("capture", "*full"),
+    ("foresee", "*problem"),
+    ("foresee", "error.reason"),
     ("table", "*problem"),
 }
 NEVER_COUNTED = {"watched"}  # calls that warm-up makes to look at; `_miss` skips them
@@ -105,7 +107,7 @@ def returned(function: ast.AST) -> Iterator[str]:
 
 def relayed(tree: ast.AST, module: str) -> Iterator[str]:
     """Reasons that come through the expressions of RELAYED."""
-    source = {"signature": "compare", "verify_capturable": "_refusal", "storage": "make_room"}.get(module)
+    source = {"signature": "compare", "verify_capturable": "_refusal", "storage": "blocked"}.get(module)
     if source is None:
         return
     (function,) = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == source]
