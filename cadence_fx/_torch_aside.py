@@ -94,7 +94,7 @@ def trace_aside(
     target = twin if owner is None else types.MethodType(twin, owner)
 
     def backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
-        raise Told(receive(gm, example_inputs))
+        raise Told(receive(gm, tuple(map(_as_called, example_inputs))))
 
     dynamic = getattr(compile_wrapper_of(compiled), "dynamic", None)
     with _history_kept():
@@ -105,6 +105,11 @@ def trace_aside(
         except TorchDynamoException as error:
             raise LookupError(_where(error)) from error
     raise LookupError("the call reaches no operator of PyTorch's")
+
+
+def _as_called(value: Any) -> Any:
+    """A number as the call has it, where Dynamo has made a symbol of it."""
+    return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
 
 
 def _where(error: TorchDynamoException) -> str:

@@ -146,9 +146,6 @@ def _explain_program(program: Program, compiled: Any, args: tuple[Any, ...], kwa
         return _told(program.name, Foreseen(ERROR, Miss(error.reason, str(error))))
     with table.alone():
         found = foresee(table, flat)
-        if found.outcome == CAPTURE and program.sealed:
-            # Warm-up has met this very signature: the class of another graph is shared, or captured once more.
-            return Explanation(program.name, REPLAY, replays=str(planner.point(flat)))
         known = [(str(point), each) for point, signatures in program.signatures.items() for each in signatures]
         mine = planner.signature(flat) if _is_keyed(found) else {}
     return _told(program.name, found, known, mine, table.names, flat)
@@ -178,7 +175,7 @@ def _traced(program: Program, compiled: Any, args: tuple[Any, ...], kwargs: dict
 
     def receive(gm: Any, flat: Any) -> Place:
         planner, table, complete = program.prepare(gm, compile_site())
-        return planner, table, complete(tuple(flat))
+        return planner, table, complete(flat)
 
     return trace_aside(compiled, args, kwargs, receive)  # type: ignore[no-any-return]
 

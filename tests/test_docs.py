@@ -15,6 +15,7 @@ import torch
 from cadence_fx import errors
 from cadence_fx.errors import CadenceError
 from cadence_fx.passes import pipeline
+from cadence_fx.remedies import clause_of, remedy_for
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -31,6 +32,7 @@ RELAYED = {
     ("capture", "*full"),
     ("foresee", "*problem"),
     ("foresee", "error.reason"),
+    ("explain", "error.reason"),
     ("table", "*problem"),
 }
 NEVER_COUNTED = {"watched"}  # calls that warm-up makes to look at; `_miss` skips them
@@ -144,3 +146,14 @@ def test_every_counted_reason_is_documented() -> None:
     assert {"undeclared_size", "host_read", "mode", "alignment", "address"} <= reasons  # the search itself works
     assert all(WORD.fullmatch(reason) for reason in reasons)
     assert section("Reasons") == reasons
+
+
+def test_remedies_are_those_of_the_page() -> None:
+    """Of a reason with several rows, the first is the one of a call."""
+    told: dict[str, str] = {}
+    for reason, remedy in re.findall(
+        r"^\| `(\w+)` \| .+ \| (.+) \|$", ERRORS.split("\n## Reasons\n", 1)[1], re.MULTILINE
+    ):
+        told.setdefault(reason, re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", remedy).replace("`", ""))
+    assert {reason: remedy_for(reason) for reason in told} == told
+    assert all(clause_of(reason) for reason in told)
