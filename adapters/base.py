@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from cadence_fx.contract import Contract
+from cadence_fx.hazard import Hazard
 
 Compile = Callable[[nn.Module, Contract], Callable[..., Any]]
 
@@ -26,6 +27,14 @@ class Adapter(Protocol):
 
     def contract(self, module: nn.Module) -> Contract | None:
         """The contract of this module, or None when its configuration has no bounded state to declare."""
+
+
+@runtime_checkable
+class Advises(Protocol):
+    """An adapter that knows hazards of its modules which no example call shows."""
+
+    def hazards(self, module: nn.Module) -> Sequence[Hazard]:
+        """The hazards of this module."""
 
 
 def compiler(backend: str | Callable[..., Any] | None, passes: Any, dynamic: bool | None = None) -> Compile:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import types
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -35,10 +35,11 @@ from torch import Tensor, nn
 from cadence_fx.adapters.base import compiler
 from cadence_fx.adapters.token2wav_bounded import BoundedBinding, BoundedStep, FinalStep
 from cadence_fx.adapters.token2wav_geometry import FLUSH_TOKENS, Geometry, Reach
-from cadence_fx.adapters.token2wav_steps import ConformerStep, FlowStep, Sliced, Workspaces
+from cadence_fx.adapters.token2wav_steps import ConformerStep, FlowStep, Sliced, Workspaces, vendor_graphs
 from cadence_fx.adapters.token2wav_vocoder import VocoderBinding, VocoderStep
 from cadence_fx.contract import Contract
 from cadence_fx.errors import ContractError
+from cadence_fx.hazard import Hazard
 
 __all__ = [
     "ADAPTER",
@@ -288,6 +289,9 @@ class _Token2Wav:
             case FinalStep():
                 return module.reach.final_contract(module.geometry)
         return None
+
+    def hazards(self, module: nn.Module) -> Sequence[Hazard]:
+        return [vendor_graphs(module)] if isinstance(module, FlowStep) else []
 
 
 ADAPTER = _Token2Wav()

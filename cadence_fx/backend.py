@@ -58,15 +58,20 @@ def cadence(
 
 def contract_of(site: CompileSite, options: Mapping[str, Any] | None) -> Contract | None:
     """The contract that applies to a compile site, or None."""
+    return declared_for(site.module, options)
+
+
+def declared_for(module: torch.nn.Module | None, options: Mapping[str, Any] | None) -> Contract | None:
+    """The contract that applies to a module under the options of its `torch.compile`, or None."""
     if options and options.get("contract") is not None:
         return options["contract"]  # type: ignore[no-any-return]
-    if site.module is None:
+    if module is None:
         return None
-    if site.module in _declared:
-        return _declared[site.module]
+    if module in _declared:
+        return _declared[module]
     from cadence_fx.adapters import contract_for
 
-    return contract_for(site.module)
+    return contract_for(module)
 
 
 def _raising(error: CadenceError) -> Callable[..., Any]:

@@ -1,0 +1,279 @@
+"""Hazards of a callable, found by making one example call a few times and watching it; all of it is undone.
+
+The first call is watched for operators, the second one tells what the first has only built and what each call changes,
+a third one is watched for functions, and a last one is followed line by line, to find the lines of what has changed.
+Compiled code inside is run as written.
+"""
+
+from __future__ import annotations
+
+import dis
+import re
+from collections.abc import Callable, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+
+from cadence_fx import paths
+from cadence_fx._torch import module_of, original_of, tree_leaves, tree_map_only
+from cadence_fx.binding import declared_path
+from cadence_fx.call_hazards import FunctionHazards, OperatorHazards
+from cadence_fx.contract import Contract
+from cadence_fx.generators import Generators, Source, all_sources, same_state
+from cadence_fx.hazard import Hazard, hazard
+from cadence_fx.layout import same_geometry_copy
+from cadence_fx.lines import LineWatch, is_users
+from cadence_fx.program import Program
+from cadence_fx.python_state import PythonState
+from cadence_fx.signature import is_plain
+from cadence_fx.untouched import Untouched
+from cadence_fx.writes import Stopped
+
+_GRAPHS = {"CUDAGraph", "make_graphed_callables"}
+
+
+def find_hazards(
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], contract: Contract | None = None
+) -> list[Hazard]:
+    """The known hazards of one example call, in the order of the lines.
+
+    Args:
+        target: a module, a function, or what `torch.compile` made of one.
+        args, kwargs: of the call; they are not changed.
+        contract: what it declares is no hazard.
+    """
+    target = original_of(target)
+    with Untouched(target, Program(contract, "doctor")), torch.compiler.set_stance("force_eager"):
+        found = _Examination(target, args, kwargs, contract).found()
+    # The same read is seen as a function and as an operator.
+    unique: dict[tuple[str, str | None, str], Hazard] = {}
+    for each in found:
+        key = each.kind, each.line, "" if each.kind == "host_read" and each.line else each.what
+        if key not in unique or (each.stops and not unique[key].stops):
+            unique[key] = each
+    return sorted(unique.values(), key=lambda each: (each.line is None, _place(each.line)))
+
+
+def _place(line: str | None) -> tuple[str, int]:
+    file, _, number = (line or ":0").rpartition(":")
+    return file, int(number)
+
+
+class _Examination:
+    def __init__(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], contract: Contract | None) -> None:
+        self._target, self._args, self._kwargs = target, args, kwargs
+        self._module = module_of(target)
+        regions = contract.regions if contract is not None else ()
+        self._declared = [declared_path(r) for r in regions if r.attribute is not None]
+        self._strict = contract is not None
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        self._tensors = tensors
+        self._held = self._names()
+        devices = [t.device for t in (*tensors, *(t for _, t in self._held.values()))]
+        self._device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+
+    def _names(self) -> dict[str, tuple[bool, torch.Tensor]]:
+        """Tensors on the module: whether a move of the module takes them along, by name."""
+        found: dict[str, tuple[bool, torch.Tensor]] = {}
+        for prefix, module in self._module.named_modules() if self._module is not None else ():
+            spell = f"self.{prefix}.{{}}" if prefix else "self.{}"
+            for table in (module._parameters, module._buffers):
+                found |= {spell.format(k): (True, v) for k, v in table.items() if isinstance(v, torch.Tensor)}
+            found |= {spell.format(k): (False, v) for k, v in vars(module).items() if isinstance(v, torch.Tensor)}
+        return found
+
+    def _call(self) -> Any:
+        args, kwargs = tree_map_only(torch.Tensor, same_geometry_copy, (self._args, self._kwargs))
+        return self._target(*args, **kwargs)
+
+    # -- the runs -----------------------------------------------------------------------------------------------------
+
+    def found(self) -> list[Hazard]:
+        """Everything, or what was found until the call raised."""
+        start = PythonState(self._target)
+        dice = [*all_sources(), *start.dice()]
+        generators = Generators(dice)
+        memory = {
+            t.untyped_storage().data_ptr(): name for name, (_, t) in self._held.items() if is_plain(t) and t.numel()
+        }
+        given = tree_map_only(torch.Tensor, same_geometry_copy, (self._args, self._kwargs))
+        arguments = [t for t in tree_leaves(given) if isinstance(t, torch.Tensor)]
+        operators = OperatorHazards(memory, self._is_declared, generators, arguments, self._strict)
+        found = self._arguments()
+        try:
+            with operators:
+                result = self._target(*given[0], **given[1])
+            first, probes = start.changes(), start.changing()
+            moved = [source for source in generators.moved() if not source.is_of(self._device)]
+            found += self._aliases(result, memory, operators.views)
+            second = PythonState(self._target)
+            self._call()
+            every = second.changes()
+            start.put_back()
+            watched = FunctionHazards([t for along, t in self._held.values() if not along], self._device)
+            with watched:
+                self._call()
+            start.put_back()
+            generators.restore()
+            lines = self._followed([*probes, *map(_moved, moved)])
+        except Stopped:
+            return [*found, *operators.found.values()]
+        except Exception as error:
+            what = f"the example call raises {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            return [*found, *operators.found.values(), hazard("raises", what.rstrip(": "), _raised_at(error))]
+        found += [*operators.found.values(), *watched.found.values()]
+        found += [hazard("host_random", f"it draws from {s.name} on the host", lines.lines.get(s.name)) for s in moved]
+        found += self._changes(first, every, lines.lines)
+        return found + self._inside(lines)
+
+    def _followed(self, probes: Sequence[Callable[[], Sequence[str]]]) -> LineWatch:
+        with LineWatch(probes) as lines:
+            self._call()
+        return lines
+
+    # -- what they tell -----------------------------------------------------------------------------------------------
+
+    def _is_declared(self, name: str) -> bool:
+        path = _path(name)
+        return any(paths.matches(each, path) for each in self._declared)
+
+    def _arguments(self) -> list[Hazard]:
+        """Arguments that share memory with the module, and declared states that share theirs."""
+        homes = {
+            t.untyped_storage().data_ptr(): name for name, (_, t) in self._held.items() if is_plain(t) and t.numel()
+        }
+        shared = [
+            homes[t.untyped_storage().data_ptr()]
+            for t in self._tensors
+            if is_plain(t) and t.untyped_storage().data_ptr() in homes
+        ]
+        found = [hazard("aliased_state", f"an argument shares memory with {name}") for name in dict.fromkeys(shared)]
+        for name, (_, tensor) in self._held.items():
+            if self._is_declared(name) and is_plain(tensor) and tensor.untyped_storage().nbytes() > tensor.nbytes:
+                found.append(hazard("shared_state", f"{name} is a view of other memory"))
+        return found
+
+    def _aliases(self, result: Any, memory: dict[int, str], views: dict[int, str | None]) -> list[Hazard]:
+        """Results that are memory of the module."""
+        found = []
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor) and is_plain(value) and value.numel():
+                name = memory.get(value.untyped_storage().data_ptr())
+                if name is not None:
+                    found.append(hazard("aliased_state", f"a result is memory of {name}", views.get(id(value))))
+        return found
+
+    def _changes(self, first: Sequence[str], every: Sequence[str], lines: dict[str, str]) -> list[Hazard]:
+        """What the first call has rebound, and what each one does."""
+        again = {_owner(name) for name in every}
+        found = []
+        for name in dict.fromkeys(first):
+            if not self._is_declared(_owner(name)):
+                found.append(self._change(name, _owner(name) in again, lines.get(name)))
+        return found
+
+    def _change(self, name: str, again: bool, line: str | None) -> Hazard:
+        owner = _owner(name)
+        if not owner.startswith("self"):
+            what = f"{name} is kept outside of the module and " + (
+                "changed by each call" if again else "filled by the first call"
+            )
+            return hazard("growing_cache" if again else "global_cache", what, line)
+        value = self._value(owner)
+        if again and name != owner:
+            return hazard("growing_cache", f"{owner} is changed by each call", line)
+        if again and isinstance(value, torch.Tensor):
+            return hazard(
+                "undeclared_state",
+                f"{owner} is another tensor after each call and is no declared state",
+                line,
+                stops=self._strict,
+            )
+        if again:
+            return hazard("counter", f"{owner} is another {type(value).__name__} after each call", line)
+        is_buffer = owner.rpartition(".")[2] in _buffers(self._module, owner)
+        if is_buffer:
+            return hazard("lazy_buffer", f"{owner} is registered as a buffer by the first call", line)
+        return hazard("lazy_table", f"{owner} is built by the first call", line)
+
+    def _value(self, name: str) -> Any:
+        try:
+            return paths.get(self._module if self._module is not None else self._target, _path(name))
+        except LookupError:
+            return None
+
+    def _inside(self, lines: LineWatch) -> list[Hazard]:
+        """Other capturing and compiling in the code that was run."""
+        found = []
+        for code, space in lines.codes.items():
+            for number in _captures(code):
+                line = f"{code.co_filename}:{number}"
+                runs = (code.co_filename, number) in lines.run
+                found.append(hazard("own_graph", "the code captures CUDA graphs of its own", line, stops=runs))
+            for name in code.co_names:
+                if (inner := _compiled(space.get(name))) is not None:
+                    found.append(
+                        hazard("compiled_inside", f"{name} is compiled by another torch.compile", _defined(inner))
+                    )
+        for prefix, module in self._module.named_modules() if self._module is not None else ():
+            values = [(key, value) for kind in type(module).__mro__ for key, value in vars(kind).items()]
+            for key, value in [*values, *vars(module).items()]:
+                if (inner := _compiled(value)) is not None and key != "_compiled_call_impl":
+                    what = f"{'.'.join(filter(None, ('self', prefix, key)))} is compiled by another torch.compile"
+                    found.append(hazard("compiled_inside", what, _defined(inner)))
+        return found
+
+
+def _moved(source: Source) -> Callable[[], Sequence[str]]:
+    before = source.read()
+    return lambda: [] if same_state(before, source.read()) else [source.name]
+
+
+def _owner(name: str) -> str:
+    """`self.layers.0.seen` of `self.layers.0.seen[2]` or `the memory of self.layers.0.seen`."""
+    name = re.sub(r"^(the (memory|contents|class) of )", "", name)
+    return re.sub(r"(\[[^\]]*\])+$", "", name)
+
+
+def _path(name: str) -> paths.Path:
+    steps = name.removeprefix("self").removeprefix(".").split(".")
+    return tuple(int(step) if step.isdigit() else step for step in steps)
+
+
+def _buffers(module: torch.nn.Module | None, name: str) -> Sequence[str]:
+    if module is None:
+        return ()
+    owner = name.removeprefix("self.").rpartition(".")[0]
+    return tuple(module.get_submodule(owner)._buffers)
+
+
+def _captures(code: CodeType) -> list[int]:
+    """Lines of a code that capture CUDA graphs: which of them run cannot be seen without a GPU."""
+    found, before = [], ""
+    for step in dis.get_instructions(code):
+        name = str(step.argval)
+        if name in _GRAPHS or (name == "graph" and before == "cuda"):
+            found.append(step.positions.lineno if step.positions is not None else code.co_firstlineno)
+        before = name
+    return [number for number in dict.fromkeys(found) if number is not None]
+
+
+def _compiled(value: Any) -> Any | None:
+    """What another `torch.compile` has made this value of, if one has."""
+    inner = getattr(value, "_torchdynamo_orig_callable", None) if callable(value) else None
+    return inner if inner is not None else getattr(value, "_orig_mod", None)
+
+
+def _defined(function: Any) -> str | None:
+    code = getattr(getattr(function, "forward", function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else None
+
+
+def _raised_at(error: BaseException) -> str | None:
+    place, trace = None, error.__traceback__
+    while trace is not None:
+        if is_users(trace.tb_frame.f_code.co_filename):
+            place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place
