@@ -5,7 +5,7 @@ Functions are watched in one run and operators in another: code that is watched 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -113,10 +113,10 @@ class OperatorHazards(Repeater):
     repeat.
 
     Args:
-        memory: address of a tensor's storage on the module -> its name.
-        declared: names of what the call may write.
+        memory: address of the storage of a tensor on the module -> its name.
+        states: addresses of those that are declared.
         known: generators that may be drawn from.
-        arguments: tensors of the call.
+        arguments: tensors of the call, those that it may not write with a name.
         strict: there is a declaration, so that what it lacks keeps calls eager.
 
     Attributes:
@@ -127,18 +127,19 @@ class OperatorHazards(Repeater):
     def __init__(
         self,
         memory: dict[int, str],
-        declared: Callable[[str], bool],
+        states: set[int],
         known: Generators,
-        arguments: Sequence[torch.Tensor],
+        arguments: Sequence[tuple[str | None, torch.Tensor]],
         strict: bool,
     ) -> None:
         super().__init__()
         self.found: dict[tuple[str, str | None], Hazard] = {}
         self.views: dict[int, str | None] = {}
         self._strict = strict
-        self._memory, self._declared, self._known = memory, declared, known
+        self._memory, self._known = memory, known
+        self._arguments = {_home(t): name for name, t in arguments if name is not None}
         # Storages whose bytes depend on what is called with.
-        self._varying = {home for home, name in memory.items() if declared(name)} | set(map(_home, arguments))
+        self._varying = states | {_home(t) for _, t in arguments}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -154,11 +155,10 @@ class OperatorHazards(Repeater):
             if isinstance(value, torch.Generator) and not self._known.knows(value):
                 self._note("hidden_generator", f"{func} draws from a generator that is neither argument nor attribute")
         for tensor in tensors_written(func, args, kwargs):
-            name = self._memory.get(_home(tensor))
-            if name is not None and not self._declared(name):
-                self._note(
-                    "undeclared_write", f"{name} is written in place and is no declared state", stops=self._strict
-                )
+            name = self._arguments.get(_home(tensor))
+            if name is not None:
+                what = f"the argument {name} is written in place and is no declared state"
+                self._note("undeclared_write", what, stops=self._strict)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if len(self.keys) - 1 in self.unsteady:
             self._note("unsteady", f"{func} gives other bytes each time for the same inputs")

@@ -67,7 +67,8 @@ class Diagnosis:
         if not self.hazards:
             return [f"{self.module}: no known hazards"]
         stopping = sum(each.stops for each in self.hazards)
-        lines = [f"{self.module}: {len(self.hazards)} hazards, {stopping} of them stop capture"]
+        found = "1 hazard" if len(self.hazards) == 1 else f"{len(self.hazards)} hazards"
+        lines = [f"{self.module}: {found}, of which {stopping or 'none'} in the way of capture"]
         for each in self.hazards:
             lines.append(f"{_mark(each.stops)} {each.kind}: {each.what}")
             lines += [f"    at {each.line}"] if each.line is not None else []

@@ -7,10 +7,10 @@ Compiled code inside is run as written.
 
 from __future__ import annotations
 
-import dis
+import inspect
 import re
-from collections.abc import Callable, Sequence
-from types import CodeType
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from cadence_fx import paths
 from cadence_fx._torch import module_of, original_of, tree_leaves, tree_map_only
 from cadence_fx.binding import declared_path
 from cadence_fx.call_hazards import FunctionHazards, OperatorHazards
+from cadence_fx.code_hazards import inside
 from cadence_fx.contract import Contract
+from cadence_fx.errors import ContractError
 from cadence_fx.generators import Generators, Source, all_sources, same_state
 from cadence_fx.hazard import Hazard, hazard
 from cadence_fx.layout import same_geometry_copy
@@ -29,8 +31,6 @@ from cadence_fx.python_state import PythonState
 from cadence_fx.signature import is_plain
 from cadence_fx.untouched import Untouched
 from cadence_fx.writes import Stopped
-
-_GRAPHS = {"CUDAGraph", "make_graphed_callables"}
 
 
 def find_hazards(
@@ -42,8 +42,15 @@ def find_hazards(
         target: a module, a function, or what `torch.compile` made of one.
         args, kwargs: of the call; they are not changed.
         contract: what it declares is no hazard.
+
+    Raises:
+        ContractError: the call does not fit the signature.
     """
     target = original_of(target)
+    try:
+        inspect.signature(target.forward if isinstance(target, torch.nn.Module) else target).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ContractError(f"the example call does not fit the callable: {error}", field="args") from error
     with Untouched(target, Program(contract, "doctor")), torch.compiler.set_stance("force_eager"):
         found = _Examination(target, args, kwargs, contract).found()
     # The same read is seen as a function and as an operator.
@@ -66,6 +73,7 @@ class _Examination:
         self._module = module_of(target)
         regions = contract.regions if contract is not None else ()
         self._declared = [declared_path(r) for r in regions if r.attribute is not None]
+        self._stateful = {paths.parse(r.argument)[0] for r in regions if r.argument is not None}
         self._strict = contract is not None
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         self._tensors = tensors
@@ -83,31 +91,58 @@ class _Examination:
             found |= {spell.format(k): (False, v) for k, v in vars(module).items() if isinstance(v, torch.Tensor)}
         return found
 
+    def _copies(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        copies: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
+            torch.Tensor, same_geometry_copy, (self._args, self._kwargs)
+        )
+        return copies
+
     def _call(self) -> Any:
-        args, kwargs = tree_map_only(torch.Tensor, same_geometry_copy, (self._args, self._kwargs))
+        args, kwargs = self._copies()
         return self._target(*args, **kwargs)
+
+    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str | None, torch.Tensor]]:
+        """The tensors of a call with the names of their arguments, but for declared states."""
+        target = self._target.forward if isinstance(self._target, torch.nn.Module) else self._target
+        for name, value in inspect.signature(target).bind(*args, **kwargs).arguments.items():
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, torch.Tensor):
+                    yield None if name in self._stateful else name, leaf
 
     # -- the runs -----------------------------------------------------------------------------------------------------
 
     def found(self) -> list[Hazard]:
         """Everything, or what was found until the call raised."""
-        start = PythonState(self._target)
-        dice = [*all_sources(), *start.dice()]
-        generators = Generators(dice)
-        memory = {
-            t.untyped_storage().data_ptr(): name for name, (_, t) in self._held.items() if is_plain(t) and t.numel()
-        }
-        given = tree_map_only(torch.Tensor, same_geometry_copy, (self._args, self._kwargs))
-        arguments = [t for t in tree_leaves(given) if isinstance(t, torch.Tensor)]
-        operators = OperatorHazards(memory, self._is_declared, generators, arguments, self._strict)
-        found = self._arguments()
+        start = PythonState(self._target, *self._functions())
+        try:
+            return self._found(start)
+        finally:
+            start.put_back()
+
+    def _functions(self) -> list[types.FunctionType]:
+        """The methods of the user's classes: what they keep in globals and defaults counts too."""
+        kinds = {kind: None for module in self._modules() for kind in type(module).__mro__}
+        functions = [value for kind in kinds for value in vars(kind).values() if isinstance(value, types.FunctionType)]
+        return [function for function in functions if is_users(function.__code__.co_filename)]
+
+    def _modules(self) -> list[torch.nn.Module]:
+        return list(self._module.modules()) if self._module is not None else []
+
+    def _found(self, start: PythonState) -> list[Hazard]:
+        generators = Generators([*all_sources(), *start.dice()])
+        plain = {name: t for name, (_, t) in self._held.items() if is_plain(t) and t.numel()}
+        memory = {t.untyped_storage().data_ptr(): name for name, t in plain.items()}
+        given = self._copies()
+        states = {home for home, name in memory.items() if self._is_declared(name)}
+        operators = OperatorHazards(memory, states, generators, list(self._named(*given)), self._strict)
+        found = self._shared(memory)
         try:
             with operators:
                 result = self._target(*given[0], **given[1])
             first, probes = start.changes(), start.changing()
             moved = [source for source in generators.moved() if not source.is_of(self._device)]
             found += self._aliases(result, memory, operators.views)
-            second = PythonState(self._target)
+            second = PythonState(self._target, *self._functions())
             self._call()
             every = second.changes()
             start.put_back()
@@ -120,12 +155,15 @@ class _Examination:
         except Stopped:
             return [*found, *operators.found.values()]
         except Exception as error:
-            what = f"the example call raises {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            what = f"the example call raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             return [*found, *operators.found.values(), hazard("raises", what.rstrip(": "), _raised_at(error))]
-        found += [*operators.found.values(), *watched.found.values()]
+        found += [
+            *watched.found.values(),
+            *operators.found.values(),
+        ]
         found += [hazard("host_random", f"it draws from {s.name} on the host", lines.lines.get(s.name)) for s in moved]
         found += self._changes(first, every, lines.lines)
-        return found + self._inside(lines)
+        return found + inside(lines, self._module)
 
     def _followed(self, probes: Sequence[Callable[[], Sequence[str]]]) -> LineWatch:
         with LineWatch(probes) as lines:
@@ -138,17 +176,11 @@ class _Examination:
         path = _path(name)
         return any(paths.matches(each, path) for each in self._declared)
 
-    def _arguments(self) -> list[Hazard]:
+    def _shared(self, memory: dict[int, str]) -> list[Hazard]:
         """Arguments that share memory with the module, and declared states that share theirs."""
-        homes = {
-            t.untyped_storage().data_ptr(): name for name, (_, t) in self._held.items() if is_plain(t) and t.numel()
-        }
-        shared = [
-            homes[t.untyped_storage().data_ptr()]
-            for t in self._tensors
-            if is_plain(t) and t.untyped_storage().data_ptr() in homes
-        ]
-        found = [hazard("aliased_state", f"an argument shares memory with {name}") for name in dict.fromkeys(shared)]
+        homes = [t.untyped_storage().data_ptr() for t in self._tensors if is_plain(t) and t.numel()]
+        shared = dict.fromkeys(memory[home] for home in homes if home in memory)
+        found = [hazard("aliased_state", f"an argument shares memory with {name}") for name in shared]
         for name, (_, tensor) in self._held.items():
             if self._is_declared(name) and is_plain(tensor) and tensor.untyped_storage().nbytes() > tensor.nbytes:
                 found.append(hazard("shared_state", f"{name} is a view of other memory"))
@@ -175,7 +207,8 @@ class _Examination:
 
     def _change(self, name: str, again: bool, line: str | None) -> Hazard:
         owner = _owner(name)
-        if not owner.startswith("self"):
+        if not re.match(r"self(\.|$)", owner):
+            name = name.replace("self's defaults", "a default argument")
             what = f"{name} is kept outside of the module and " + (
                 "changed by each call" if again else "filled by the first call"
             )
@@ -203,27 +236,6 @@ class _Examination:
         except LookupError:
             return None
 
-    def _inside(self, lines: LineWatch) -> list[Hazard]:
-        """Other capturing and compiling in the code that was run."""
-        found = []
-        for code, space in lines.codes.items():
-            for number in _captures(code):
-                line = f"{code.co_filename}:{number}"
-                runs = (code.co_filename, number) in lines.run
-                found.append(hazard("own_graph", "the code captures CUDA graphs of its own", line, stops=runs))
-            for name in code.co_names:
-                if (inner := _compiled(space.get(name))) is not None:
-                    found.append(
-                        hazard("compiled_inside", f"{name} is compiled by another torch.compile", _defined(inner))
-                    )
-        for prefix, module in self._module.named_modules() if self._module is not None else ():
-            values = [(key, value) for kind in type(module).__mro__ for key, value in vars(kind).items()]
-            for key, value in [*values, *vars(module).items()]:
-                if (inner := _compiled(value)) is not None and key != "_compiled_call_impl":
-                    what = f"{'.'.join(filter(None, ('self', prefix, key)))} is compiled by another torch.compile"
-                    found.append(hazard("compiled_inside", what, _defined(inner)))
-        return found
-
 
 def _moved(source: Source) -> Callable[[], Sequence[str]]:
     before = source.read()
@@ -246,28 +258,6 @@ def _buffers(module: torch.nn.Module | None, name: str) -> Sequence[str]:
         return ()
     owner = name.removeprefix("self.").rpartition(".")[0]
     return tuple(module.get_submodule(owner)._buffers)
-
-
-def _captures(code: CodeType) -> list[int]:
-    """Lines of a code that capture CUDA graphs: which of them run cannot be seen without a GPU."""
-    found, before = [], ""
-    for step in dis.get_instructions(code):
-        name = str(step.argval)
-        if name in _GRAPHS or (name == "graph" and before == "cuda"):
-            found.append(step.positions.lineno if step.positions is not None else code.co_firstlineno)
-        before = name
-    return [number for number in dict.fromkeys(found) if number is not None]
-
-
-def _compiled(value: Any) -> Any | None:
-    """What another `torch.compile` has made this value of, if one has."""
-    inner = getattr(value, "_torchdynamo_orig_callable", None) if callable(value) else None
-    return inner if inner is not None else getattr(value, "_orig_mod", None)
-
-
-def _defined(function: Any) -> str | None:
-    code = getattr(getattr(function, "forward", function), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else None
 
 
 def _raised_at(error: BaseException) -> str | None:

@@ -11,11 +11,14 @@ from typing import Any
 import torch
 
 _OURS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+_PYTHONS = os.path.dirname(os.__file__) + os.sep  # the standard library; other packages may be in a folder of it
 
 
 def is_users(filename: str) -> bool:
-    """Whether a file is neither PyTorch's nor of this package, nor generated code."""
-    return not filename.startswith(_OURS) and not filename.startswith("<")
+    """Whether a file is neither PyTorch's, Python's own nor of this package, nor generated code."""
+    if filename.startswith((*_OURS, "<")):
+        return False
+    return not filename.startswith(_PYTHONS) or "site-packages" in filename
 
 
 def user_frame(skip: int = 1) -> FrameType | None:
