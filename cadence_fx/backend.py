@@ -58,14 +58,14 @@ def cadence(
 
 def contract_of(site: CompileSite, options: Mapping[str, Any] | None) -> Contract | None:
     """The contract that applies to a compile site, or None."""
-    return declared_for(site.module, options)
-
-
-def declared_for(module: torch.nn.Module | None, options: Mapping[str, Any] | None) -> Contract | None:
-    """The contract that applies to a module under the options of its `torch.compile`, or None."""
     if options and options.get("contract") is not None:
         return options["contract"]  # type: ignore[no-any-return]
-    if module is None:
+    return None if site.module is None else declared_contract(site.module)
+
+
+def declared_contract(module: Any) -> Contract | None:
+    """The contract tied to a module, or else its adapter's; None when there is none."""
+    if not isinstance(module, torch.nn.Module):
         return None
     if module in _declared:
         return _declared[module]

@@ -14,7 +14,7 @@ from cadence_fx.lines import LineWatch
 _GRAPHS = {"CUDAGraph", "make_graphed_callables"}
 
 
-def inside(lines: LineWatch, module: torch.nn.Module | None) -> list[Hazard]:
+def inside(lines: LineWatch, root: torch.nn.Module | None) -> list[Hazard]:
     """The hazards of the code that a watched run has entered, and of what is set on a module."""
     found = []
     for code, space in lines.codes.items():
@@ -25,7 +25,7 @@ def inside(lines: LineWatch, module: torch.nn.Module | None) -> list[Hazard]:
         for name in code.co_names:
             if (inner := _compiled(space.get(name))) is not None:
                 found.append(hazard("compiled_inside", f"{name} is compiled by another torch.compile", _defined(inner)))
-    for prefix, module in module.named_modules() if module is not None else ():
+    for prefix, module in root.named_modules() if root is not None else ():
         values = [(key, value) for kind in type(module).__mro__ for key, value in vars(kind).items()]
         for key, value in [*values, *vars(module).items()]:
             if (inner := _compiled(value)) is not None and key != "_compiled_call_impl":

@@ -10,8 +10,8 @@ import dataclasses
 import json
 from typing import Any
 
-from cadence_fx._torch import compile_wrapper_of, module_of, original_of
-from cadence_fx.backend import declared_for
+from cadence_fx._torch import CompileSite, compile_wrapper_of, module_of, original_of
+from cadence_fx.backend import contract_of
 from cadence_fx.contract import Contract
 from cadence_fx.environment import Environment, environment
 from cadence_fx.errors import ContractError
@@ -99,8 +99,9 @@ def doctor(module: Any = None, *args: Any, contract: Contract | None = None, **k
     if not callable(target):
         raise ContractError(f"doctor() takes a callable, found {type(module).__name__}", field="module")
     owner = module_of(target)
-    wrapper = compile_wrapper_of(module) if not isinstance(module, ExactShapeReplay) else None
-    contract = contract or declared_for(owner, wrapper.kwargs.get("options") if wrapper is not None else None)
+    wrapper = None if isinstance(module, ExactShapeReplay) else compile_wrapper_of(module)
+    options = wrapper.kwargs.get("options") if wrapper is not None else None
+    contract = contract or contract_of(CompileSite(module=owner), options)
     found = find_hazards(target, args, kwargs, contract)
     if owner is not None and target is owner:
         from cadence_fx.adapters import hazards_for
