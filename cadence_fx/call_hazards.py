@@ -5,6 +5,7 @@ Functions are watched in one run and operators in another: code that is watched 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,12 +45,13 @@ class FunctionHazards(TorchFunctionMode):
 
     Args:
         kept: tensors on the module that no move of the module takes along: neither parameters nor buffers.
+        given: all others that the call begins with.
 
     Attributes:
         found: the hazards, each line once for a kind.
     """
 
-    def __init__(self, kept: Sequence[torch.Tensor], device: torch.device) -> None:
+    def __init__(self, kept: Sequence[torch.Tensor], given: Sequence[torch.Tensor], device: torch.device) -> None:
         super().__init__()
         state = ambient_state(device.type)
         self._device, self._autocast = device, ambient_names(state).index("autocast")
@@ -57,6 +59,8 @@ class FunctionHazards(TorchFunctionMode):
         self.found: dict[tuple[str, str | None], Hazard] = {}
         self._kept = {id(t): t for t in kept}
         self._made: dict[int, tuple[torch.Tensor, Any]] = {}
+        # What functions have given, or the call began with: a constructor (`torch.FloatTensor`) is no function.
+        self._seen = {id(t): weakref.ref(t) for t in given}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -75,6 +79,7 @@ class FunctionHazards(TorchFunctionMode):
             self._made[id(result)] = result, func
         elif self._made and func not in _SENDS and isinstance(result, torch.Tensor):
             self._inherit(result, args)
+        self._seen |= {id(t): weakref.ref(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor)}
         return result
 
     def _inherit(self, result: torch.Tensor, args: Any) -> None:
@@ -92,6 +97,8 @@ class FunctionHazards(TorchFunctionMode):
                 self._note("host_constant", f"what torch.{maker.__name__} makes on the host is moved in each call")
         elif id(tensor) in self._kept:
             self._note("host_constant", "a tensor that is no buffer is moved in each call")
+        elif id(tensor) not in self._seen or self._seen[id(tensor)]() is not tensor:
+            self._note("host_constant", "a tensor that a constructor makes on the host is moved in each call")
 
     def _note(self, kind: str, what: str) -> None:
         line = user_line(2)

@@ -146,9 +146,12 @@ class _Examination:
             self._call()
             every = second.changes()
             start.put_back()
-            watched = FunctionHazards([t for along, t in self._held.values() if not along], self._device)
+            given = self._copies()
+            kept = [t for along, t in self._held.values() if not along]
+            begins = [*(t for along, t in self._held.values() if along), *(t for _, t in self._named(*given))]
+            watched = FunctionHazards(kept, begins, self._device)
             with watched:
-                self._call()
+                self._target(*given[0], **given[1])
             start.put_back()
             generators.restore()
             lines = self._followed([*probes, *map(_moved, moved)])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 
 import cadence_fx
 from bench import vendor
@@ -33,10 +36,18 @@ def test_whether_the_vendors_graphs_can_fire(prompt: int, flush: tuple[int, ...]
     assert found.stops is ("never fire" not in told)
 
 
-def test_the_doctor_tells_it() -> None:
+@torch.no_grad()
+def test_the_doctor_on_the_released_code() -> None:
+    """The frequency table of the time embedding is made on the host in every solver step; nothing stops a capture."""
     sizes = vendor.TINY
-    geometry = Geometry(prompt=sizes.prompt_frames, steps=sizes.steps)
-    step = FlowStep(vendor.build_flow(sizes).decoder, geometry)
-    contract = geometry.flow_contract()
-    assert cadence_fx.backend.declared_contract(step) == contract
-    assert [each.kind for each in hazards_for(step)] == ["vendor_graphs"]
+    step = FlowStep(vendor.build_flow(sizes).decoder, Geometry(prompt=sizes.prompt_frames, steps=sizes.steps))
+    states = (
+        torch.zeros(sizes.steps, sizes.depth, 2, 2 * sizes.hidden, 2),
+        torch.zeros(sizes.steps, sizes.depth, 2, sizes.heads, sizes.prompt_frames, 2 * sizes.head_dim),
+    )
+    mel = torch.randn(1, sizes.mel, 50)
+    found = cadence_fx.doctor(step, mel, torch.randn(1, sizes.mel), mel, *states)
+    ours = {each.kind: each.line or "" for each in found.hazards if "decoder_dit.py" in (each.line or "")}
+    assert set(ours) == {"host_constant", "vendor_graphs"} and not found.stops
+    file, _, line = ours["host_constant"].rpartition(":")
+    assert "arange" in Path(file).read_text().splitlines()[int(line) - 2]

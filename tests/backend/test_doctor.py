@@ -110,6 +110,11 @@ class Listed(Planted):
         return x * torch.tensor([2.0], device=x.device)  # here
 
 
+class Constructed(Planted):
+    def plant(self, x: Tensor) -> Any:
+        return x * torch.FloatTensor([2.0]).to(x.device)  # here
+
+
 class NoBuffer(Planted):
     def plant(self, x: Tensor) -> Any:
         return x * self.window.to(x.device)  # here
@@ -242,6 +247,7 @@ CASES: list[tuple[type[nn.Module], str, bool]] = [
     (LazyBuffer, "lazy_buffer", False),
     (Constant, "host_constant", False),
     (Listed, "host_constant", False),
+    (Constructed, "host_constant", False),
     (NoBuffer, "host_constant", False),
     (DrawnOnHost, "host_random", True),
     (PythonDice, "host_random", True),
