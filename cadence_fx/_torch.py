@@ -268,11 +268,6 @@ def example_value(node: fx.Node) -> Any:
     return node.meta.get("example_value")
 
 
-def example_shape(node: fx.Node) -> list[int]:
-    """The shape Dynamo saw a tensor placeholder with; no guard is added."""
-    return [s.node.hint if isinstance(s, torch.SymInt) else int(s) for s in node.meta["example_value"].shape]
-
-
 def current_guards() -> tuple[tuple[sympy.Expr, ...], dict[sympy.Symbol, tuple[int | None, int | None]]]:
     """Guards and value ranges of the symbols of the graph being compiled.
 

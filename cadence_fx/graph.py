@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import sympy
 import torch
 from torch import fx
 
-from cadence_fx._torch import CompileSite, example_shape, example_value
+from cadence_fx._torch import CompileSite
 from cadence_fx._torch_retrace import to_static_aten
 from cadence_fx._torch_switches import ambient_state
 from cadence_fx.admission import Admission
@@ -81,7 +80,6 @@ class GraphPlanner:
         self._in_place: set[int] = set()
         self._scratch = [i.index for i in binding.inputs if i.role == "fixed" and program.is_scratch(i.origin)]
         self.resumes = site.resumes
-        self._inference = torch.is_inference_mode_enabled()
         (results,) = gm.graph.output_node().args
         self._shared = {i for i, out in enumerate(results) if site.times[getattr(out, "name", "")] > 1}  # type: ignore[arg-type]
         self._returned = {i.index for i in binding.inputs if i.name in site.returned_inputs}
@@ -89,19 +87,6 @@ class GraphPlanner:
     def itemsize(self, index: int) -> int:
         """Bytes of one element of a tensor input."""
         return int(self.gm.graph.find_nodes(op="placeholder")[index].meta["example_value"].element_size())
-
-    def predicted_carries(self) -> dict[tuple[Any, ...], int]:
-        """Bytes of the carry of each state, from the contract and the shapes Dynamo saw; keyed as carries are."""
-        placeholders = self.gm.graph.find_nodes(op="placeholder")
-        found = {}
-        for instance in self.binding.instances:
-            if instance.key in self.pairing.outputs:
-                shape, like = example_shape(placeholders[instance.index]), example_value(placeholders[instance.index])
-                rest = tuple(size for axis, size in enumerate(shape) if axis != instance.axis)
-                frames = 1 if instance.axis is None else instance.region.bound
-                key = (*instance.key, rest, like.dtype, like.device, self._inference)
-                found[key] = max(1, math.prod(rest) * frames) * like.element_size()
-        return found
 
     # -- planning -----------------------------------------------------------------------------------------------------
 

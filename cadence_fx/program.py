@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -33,6 +33,9 @@ from cadence_fx.plan import Miss
 from cadence_fx.recorder import DevicePool
 from cadence_fx.storage import Carry
 from cadence_fx.table import ReplayTable
+
+if TYPE_CHECKING:
+    from cadence_fx.prediction import Prediction
 
 _OPTIONS = ("contract", "passes")
 
@@ -58,6 +61,7 @@ class Program:
         signatures: catalog entry → what its captured calls looked like, by accessor.
         attributes: path -> value of the module's attributes and buffers when warm-up began, while it lasts.
         breaks: why and where Dynamo broke the callable into several graphs.
+        prediction: what the last warm-up should come to.
         watching: calls run eager and their raw outputs are kept, so that warm-up can see which output is which state.
         auditor: answers calls in place of their table, with what it is asked: planner, table, arguments.
         sealed: warm-up is over.
@@ -83,6 +87,7 @@ class Program:
         self.signatures: dict[CatalogEntry, list[dict[str, tuple[Any, ...]]]] = {}
         self.attributes: Mapping[paths.Path, Any] | None = None
         self.breaks: dict[str, None] = {}
+        self.prediction: Prediction | None = None
         self.watching = False
         self.sealed = False
         self.auditor: Callable[[GraphPlanner, ReplayTable, Sequence[Any]], Any] | None = None
