@@ -1,4 +1,4 @@
-"""What warm-up should come to, from the contract and the example call alone; and how that compares with what it did.
+"""What warm-up should come to, from the contract and the example call alone.
 
 Classes are the catalog's entries. Bytes are the paper's equation (6): for each class the arguments that are copied in,
 which are all tensors but the declared states, and each state's and workspace's storage once. Capture times are only
@@ -11,9 +11,8 @@ stream shows; so has a second warm-up in another mode. They are counted beside: 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,13 +20,8 @@ import torch
 from cadence_fx import paths
 from cadence_fx._torch import tree_leaves
 from cadence_fx.binding import declared_path
-from cadence_fx.capture import ReplayClass
 from cadence_fx.catalog import CatalogEntry
 from cadence_fx.contract import Contract, Region
-from cadence_fx.program import Program
-
-# How far bytes may be off, of the measured ones.
-TOLERANCE = 0.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,49 +109,3 @@ def _storage(region: Region, leaf: torch.Tensor, frames: int) -> int:
     """Bytes of one instance's storage; an empty one has an element."""
     sizes = {} if region.frame_axis is None else {region.frame_axis % leaf.dim(): frames}
     return max(leaf.element_size(), _bytes(leaf, sizes))
-
-
-def compare(
-    prediction: Prediction, program: Program, classes: Sequence[ReplayClass], workspaces: Mapping[str, int]
-) -> dict[str, Any]:
-    """Predicted beside measured, and whether it held: classes equal, bytes within `TOLERANCE`.
-
-    Args:
-        classes: each once, in the order of their capture.
-        workspaces: measured bytes, by what the user calls them.
-    """
-    first: dict[str, ReplayClass] = {}
-    for entry in classes:
-        first.setdefault(entry.plan.label, entry)
-    carries = [carry for key, carry in program.carries.items() if key[-1] == prediction.inference]
-    pairs = {
-        "classes": (len(prediction.staging), len(first)),
-        "staging": (sum(prediction.staging.values()), sum(map(_held, first.values()))),
-        "carries": (sum(prediction.carries.values()), sum(c.flat.untyped_storage().nbytes() for c in carries)),
-        "workspaces": (sum(prediction.workspaces.values()), sum(workspaces.values())),
-    }
-    found: dict[str, Any] = {name: {"predicted": a, "measured": b} for name, (a, b) in pairs.items()}
-    exact = pairs["classes"][0] == pairs["classes"][1]
-    near = all(abs(a - b) <= TOLERANCE * b for name, (a, b) in pairs.items() if name != "classes")
-    return found | {
-        "held": exact and near,
-        "further_classes": len(classes) - len(first),
-        "further_staging": sum(map(_held, classes)) - pairs["staging"][1],
-        "order": _order(prediction, first),
-    }
-
-
-def _held(entry: ReplayClass) -> int:
-    return sum(buffer.untyped_storage().nbytes() for buffer in entry.buffers)
-
-
-def _order(prediction: Prediction, classes: Mapping[str, ReplayClass]) -> dict[str, int]:
-    """Pairs of classes of which one has more bytes in flight, and how many of them were captured in that order of
-    seconds."""
-    pairs = [
-        (a, b) if prediction.flight[a] > prediction.flight[b] else (b, a)
-        for a, b in itertools.combinations([label for label in classes if label in prediction.flight], 2)
-        if prediction.flight[a] != prediction.flight[b]
-    ]
-    right = sum(classes[more].capture_seconds >= classes[less].capture_seconds for more, less in pairs)
-    return {"pairs": len(pairs), "as_predicted": right}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -30,12 +30,10 @@ from cadence_fx.locks import Gate
 from cadence_fx.passes import Choice, select_passes, stage_reads
 from cadence_fx.paths import Origin
 from cadence_fx.plan import Miss
+from cadence_fx.prediction import Prediction
 from cadence_fx.recorder import DevicePool
 from cadence_fx.storage import Carry
 from cadence_fx.table import ReplayTable
-
-if TYPE_CHECKING:
-    from cadence_fx.prediction import Prediction
 
 _OPTIONS = ("contract", "passes")
 

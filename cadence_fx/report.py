@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cadence_fx._table import aligned
+from cadence_fx.accounts import compare
 from cadence_fx.capture import ReplayClass
 from cadence_fx.effects import DEVICE_RANDOM, PURE, REFUSED
 from cadence_fx.ledger import PHASES
 from cadence_fx.lookup import program_of
 from cadence_fx.plan import Miss
-from cadence_fx.prediction import compare
 from cadence_fx.program import Program
 from cadence_fx.replay import ExactShapeReplay
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import cadence_fx
-from cadence_fx import Clock, Contract, Input, KeepLast, Pinned, Region
-from cadence_fx.prediction import TOLERANCE, _order, predict
+from cadence_fx import Clock, Contract, Input, KeepLast, Region
+from cadence_fx.accounts import TOLERANCE, _order
+from cadence_fx.prediction import Prediction, predict
 from tests.harness import check_prediction, compile_with, counts
 from tests.streams import STREAMS, Run
 
@@ -129,8 +130,5 @@ def test_the_order_of_capture_times(seconds: tuple[float, ...], as_predicted: in
         capture_seconds: float
 
     flight = {"a": 10, "b": 20, "c": 30}
-    found = predict(
-        Contract([Clock("frame", 1)], [dataclasses.replace(CACHE, retention=Pinned(2))]), {"cache": EXAMPLE[1]}, None
-    )
     classes: dict[str, Any] = dict(zip(flight, map(Captured, seconds), strict=True))
-    assert _order(dataclasses.replace(found, flight=flight), classes) == {"pairs": 3, "as_predicted": as_predicted}
+    assert _order(Prediction({}, flight, {}, {}, False), classes) == {"pairs": 3, "as_predicted": as_predicted}
