@@ -32,7 +32,7 @@ class Prediction:
         staging: of the copied arguments, by catalog entry.
         flight: what a call of an entry meets: its states before retention, and its arguments.
         carries: of each declared state, all its instances.
-        workspaces: of each declared workspace, at its envelope.
+        workspaces: of each declared workspace, at its envelope or, where its extent never moves, at that.
         inference: whether it is for inference mode, whose states have storage of their own.
     """
 
@@ -65,9 +65,14 @@ def predict(contract: Contract, arguments: Mapping[str, Any], module: torch.nn.M
         staging,
         flight,
         {r.name: sum(_storage(r, leaf, r.bound) for leaf in leaves[r.name]) for r in states},
-        {r.name: sum(_storage(r, leaf, contract.envelope(r)) for leaf in leaves[r.name]) for r in scratch},
+        {r.name: sum(_storage(r, leaf, _frames(contract, r)) for leaf in leaves[r.name]) for r in scratch},
         torch.is_inference_mode_enabled(),
     )
+
+
+def _frames(contract: Contract, workspace: Region) -> int:
+    """The envelope, but where the extent never moves: frames in flight are in another workspace then."""
+    return workspace.bound if workspace.retention.fixed else contract.envelope(workspace)
 
 
 def _leaves(region: Region, arguments: Mapping[str, Any], module: torch.nn.Module | None) -> Iterator[torch.Tensor]:
