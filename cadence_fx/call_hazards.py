@@ -68,11 +68,13 @@ class FunctionHazards(TorchFunctionMode):
             self._note("autocast_inside", "autocast is another than where the call began")
         if func in _READS:
             self._note("host_read", f"the host takes a number ({func.__name__})")
+        elif _brings_home(func, args) and not self._is_hosts(args[0]):
+            self._note("host_read", "a tensor is copied to the host")
         elif func in HANDS_OVER:
             self._note("host_read", f"{func.__name__}() hands bytes to the host")
         elif func in _OF_DATA and kwargs.get("device") is not None and not _is_tensor(args):
             self._note("host_constant", f"torch.{func.__name__} copies data of the host to the device in each call")
-        elif func in _SENDS and _is_tensor(args) and _names_a_place(args[1:], kwargs):
+        elif func in _SENDS and not _brings_home(func, args) and _names_a_place(args[1:], kwargs):
             self._sent(args[0])
         result = func(*args, **kwargs)
         if func in _MAKERS and kwargs.get("device") is None and isinstance(result, torch.Tensor):
@@ -87,6 +89,9 @@ class FunctionHazards(TorchFunctionMode):
         given = [a for a in tree_leaves(args) if isinstance(a, torch.Tensor)]
         if given and all(id(a) in self._made for a in given):
             self._made[id(result)] = result, self._made[id(given[0])][1]
+
+    def _is_hosts(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._made or id(tensor) in self._kept
 
     def _sent(self, tensor: torch.Tensor) -> None:
         if id(tensor) in self._made:
@@ -107,6 +112,12 @@ class FunctionHazards(TorchFunctionMode):
 
 def _is_tensor(args: Sequence[Any]) -> bool:
     return bool(args) and isinstance(args[0], torch.Tensor)
+
+
+def _brings_home(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a call copies to the host whatever it is given: on a host, a device that is a variable does not tell."""
+    named = any(isinstance(value, str) and value == "cpu" for value in args[1:])
+    return func is torch.Tensor.cpu or (func is torch.Tensor.to and named)
 
 
 def _names_a_place(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

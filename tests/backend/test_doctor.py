@@ -71,6 +71,16 @@ class AsList(Planted):
         return x * x.flatten().tolist()[0]  # here
 
 
+class ToHost(Planted):
+    def plant(self, x: Tensor) -> Any:
+        return x.cpu() * 2  # here
+
+
+class NamesHost(Planted):
+    def plant(self, x: Tensor) -> Any:
+        return x.to("cpu") * 2  # here
+
+
 class Branch(Planted):
     def plant(self, x: Tensor) -> Any:
         if x.sum() > 0:  # here
@@ -241,6 +251,8 @@ _library.impl("jitter", _jitter, "CPU")
 CASES: list[tuple[type[nn.Module], str, bool]] = [
     (Item, "host_read", True),
     (AsList, "host_read", True),
+    (ToHost, "host_read", True),
+    (NamesHost, "host_read", True),
     (Branch, "host_read", True),
     (Mask, "data_dependent_shape", True),
     (LazyTable, "lazy_table", False),
