@@ -55,7 +55,9 @@ def is_served(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 
 
 def _compiler(backend: Any) -> Any:
-    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
+    """What a user gave to `torch.compile`, under what Dynamo has put around it."""
+    names = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")
+    while (inner := next((found for name in names if (found := getattr(backend, name, None))), None)) is not None:
         backend = inner
     return backend
 

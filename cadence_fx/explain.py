@@ -146,6 +146,8 @@ def _explain_program(program: Program, compiled: Any, args: tuple[Any, ...], kwa
         return _told(program.name, Foreseen(ERROR, Miss(error.reason, str(error))))
     with table.alone():
         found = foresee(table, flat)
+        if found.outcome == CAPTURE and program.sealed:
+            found = _planned(program, planner.for_trial(), flat)
         known = [(str(point), each) for point, signatures in program.signatures.items() for each in signatures]
         mine = planner.signature(flat) if _is_keyed(found) else {}
     return _told(program.name, found, known, mine, table.names, flat)
@@ -178,6 +180,17 @@ def _traced(program: Program, compiled: Any, args: tuple[Any, ...], kwargs: dict
         return planner, table, complete(flat)
 
     return trace_aside(compiled, args, kwargs, receive)  # type: ignore[no-any-return]
+
+
+def _planned(program: Program, planner: GraphPlanner, flat: Sequence[Any]) -> Foreseen:
+    """What becomes of a call that warm-up has met through another graph: its class is shared, if this graph computes
+    the same."""
+    with program.as_it_was():
+        plan = planner.plan(flat)
+        if isinstance(plan, Miss):
+            return Foreseen(EAGER, plan)
+        twin = planner.twin(plan, flat)
+    return Foreseen(REPLAY, entry=twin) if twin is not None else Foreseen(CAPTURE)
 
 
 def _told(

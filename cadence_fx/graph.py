@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,14 @@ class GraphPlanner:
     def itemsize(self, index: int) -> int:
         """Bytes of one element of a tensor input."""
         return int(self.gm.graph.find_nodes(op="placeholder")[index].meta["example_value"].element_size())
+
+    def for_trial(self) -> GraphPlanner:
+        """A planner of the same graph, which may plan without this one learning anything."""
+        other = copy.copy(self)
+        other._harmless = set(self._harmless)
+        other.pairing = copy.copy(self.pairing)
+        other.pairing.outputs = dict(self.pairing.outputs)
+        return other
 
     # -- planning -----------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,9 @@ book-keeping.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -238,6 +239,26 @@ class Program:
         """Remember the shapes of arguments in the declared stream."""
         for path, shape in shapes.items():
             self.sizes.setdefault(path, shape)
+
+    @contextlib.contextmanager
+    def as_it_was(self) -> Iterator[None]:
+        """What planning notes inside is forgotten: extents, shapes, proofs, signatures, carries that it has made."""
+        tables: list[dict[Any, Any]] = [
+            self.carries,
+            self.proofs,
+            self.sizes,
+            self.signatures,
+            self.ledger.seconds,
+        ]
+        before = [{key: list(v) if isinstance(v, list) else v for key, v in table.items()} for table in tables]
+        settled = set(self.settled)
+        try:
+            yield
+        finally:
+            self.settled = settled
+            for table, saved in zip(tables, before, strict=True):
+                table.clear()
+                table.update(saved)
 
     def is_scratch(self, origin: Origin) -> bool:
         """Whether a module attribute is declared to mean nothing between calls."""

@@ -170,6 +170,21 @@ def test_calls_with_another_signature() -> None:
     check(subject.step, (noise(), None), "unprimed")
 
 
+def test_a_state_that_is_the_chunk_too() -> None:
+    """Dynamo has a graph of its own for it, and that one keeps other frames."""
+    subject, state = Subject(Unprimed()), noise()
+    check(subject.step, (state, state), "retention")
+
+
+def test_a_graph_that_computes_what_another_one_does() -> None:
+    """Once the chunk is a symbol, Dynamo compiles declared calls anew; they replay the classes that there are."""
+    subject = Subject(Unprimed())
+    subject.step(noise(3), noise())
+    captured = counts(subject.step)["captures"]
+    told = check(subject.step, (noise(), noise()), None)
+    assert (told.outcome == "replay") is (counts(subject.step)["captures"] == captured)
+
+
 def test_calls_in_another_mode() -> None:
     subject = Subject(Decoder())
     with torch.enable_grad():
@@ -394,6 +409,7 @@ def snapshot(subject: Subject) -> Any:
 def test_explaining_changes_nothing() -> None:
     subject = Subject(Decoder())
     calls = [(noise(), subject.cache), *(make(subject.cache) for _, make, _ in ODD)]
+    calls.append((calls[0][0], calls[0][0]))
     before = snapshot(subject)
     for args in calls:
         cadence_fx.explain(subject.step, *args)
