@@ -83,6 +83,8 @@ def _mark(stops: bool) -> str:
 def doctor(module: Any = None, *args: Any, contract: Contract | None = None, **kwargs: Any) -> Diagnosis:
     """Look at the process, and at a module by making an example call of it.
 
+    Not beside traffic: what is compiled in this process runs eager meanwhile.
+
     Args:
         module: a module, a function, what `torch.compile` made of one, or an `ExactShapeReplay`; None: the process
             alone. Called in the mode that is on, a few times; its attributes, tensors and generators are put back.

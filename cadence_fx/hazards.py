@@ -26,6 +26,7 @@ from cadence_fx.generators import Generators, Source, all_sources, same_state
 from cadence_fx.hazard import Hazard, hazard
 from cadence_fx.layout import same_geometry_copy
 from cadence_fx.lines import LineWatch, is_users
+from cadence_fx.parking import awake
 from cadence_fx.program import Program
 from cadence_fx.python_state import PythonState
 from cadence_fx.signature import is_plain
@@ -113,11 +114,12 @@ class _Examination:
 
     def found(self) -> list[Hazard]:
         """Everything, or what was found until the call raised."""
-        start = PythonState(self._target, *self._functions())
-        try:
-            return self._found(start)
-        finally:
-            start.put_back()
+        with awake([tensor for _, tensor in self._held.values()]):
+            start = PythonState(self._target, *self._functions())
+            try:
+                return self._found(start)
+            finally:
+                start.put_back()
 
     def _functions(self) -> list[types.FunctionType]:
         """The methods of the user's classes: what they keep in globals and defaults counts too."""

@@ -18,6 +18,7 @@ import cadence_fx
 from cadence_fx import Clock, Contract, KeepLast, Region, environment
 from cadence_fx.errors import ContractError
 from cadence_fx.hazard import KINDS
+from cadence_fx.parking import is_parked, park
 from cadence_fx.replay import ExactShapeReplay
 from tests.harness import compile_with, counts
 from tests.streams import STREAMS, Run, Stream
@@ -357,6 +358,25 @@ def test_what_is_said_to_stop_capture_does(kind: type[nn.Module], reason: str) -
         cadence_fx.warm_up(step, noise(), noise())
     step(noise(), noise())
     assert set(counts(step)["misses"]) == {reason} and not counts(step)["classes"]
+
+
+def test_a_parked_workspace_has_memory_meanwhile() -> None:
+    class Works(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.work: Tensor
+            self.register_buffer("work", torch.zeros(1, 8, C))
+
+        def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+            raw = cache.size(1) + x.size(1)
+            self.work[:, :raw] = torch.cat([cache, x], 1)
+            return self.work[:, :raw].sum(1), self.work[:, :raw][:, -6:].clone()
+
+    work = Region("work", attribute="work", axis=1, clock="frame", retention=KeepLast(6), lifetime="unit")
+    module = Works()
+    park([module.work])
+    contract = Contract(CACHE.clocks, [*CACHE.regions, work])
+    assert not cadence_fx.doctor(module, noise(), noise(), contract=contract).hazards and is_parked(module.work)
 
 
 def test_what_can_be_examined() -> None:
