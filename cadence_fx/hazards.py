@@ -7,6 +7,7 @@ Compiled code inside is run as written.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 import types
@@ -54,13 +55,20 @@ def find_hazards(
         raise ContractError(f"the example call does not fit the callable: {error}", field="args") from error
     with Untouched(target, Program(contract, "doctor")), torch.compiler.set_stance("force_eager"):
         found = _Examination(target, args, kwargs, contract).found()
-    # The same read is seen as a function and as an operator.
-    unique: dict[tuple[str, str | None, str], Hazard] = {}
+    # The same read is seen as a function and as an operator; every layer of a model has the same line.
+    alike: dict[tuple[str, str | None, str], list[Hazard]] = {}
     for each in found:
-        key = each.kind, each.line, "" if each.kind == "host_read" and each.line else each.what
-        if key not in unique or (each.stops and not unique[key].stops):
-            unique[key] = each
-    return sorted(unique.values(), key=lambda each: (each.line is None, _place(each.line)))
+        alike.setdefault((each.kind, each.line, each.what if each.line is None else ""), []).append(each)
+    return sorted(map(_as_one, alike.values()), key=lambda each: (each.line is None, _place(each.line)))
+
+
+def _as_one(alike: list[Hazard]) -> Hazard:
+    """Hazards of a kind and a line as one: what stops capture goes before what does not."""
+    worst = max(alike, key=lambda each: each.stops)
+    others = len({each.what for each in alike}) - 1
+    if not others or worst.kind == "host_read":
+        return worst
+    return dataclasses.replace(worst, what=f"{worst.what}, and {others} more at this line")
 
 
 def _place(line: str | None) -> tuple[str, int]:
@@ -254,8 +262,11 @@ def _owner(name: str) -> str:
 
 
 def _path(name: str) -> paths.Path:
-    steps = name.removeprefix("self").removeprefix(".").split(".")
-    return tuple(int(step) if step.isdigit() else step for step in steps)
+    """The steps of `self.layers.0.seen[2]`; none where the name is no accessor."""
+    try:
+        return paths.parse(name.removeprefix("self").removeprefix("."))
+    except ContractError:
+        return ()
 
 
 def _buffers(module: torch.nn.Module | None, name: str) -> Sequence[str]:

@@ -193,6 +193,21 @@ class Rebinds(Planted):
         return self.last + 1
 
 
+class Kept:
+    def __init__(self) -> None:
+        self.last = torch.zeros(1, 2, C)
+
+
+class RebindsInside(Planted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [{"first": Kept()}]
+
+    def plant(self, x: Tensor) -> Any:
+        self.kept[0]["first"].last = x * 2  # here
+        return x
+
+
 class WritesArgument(Planted):
     def plant(self, x: Tensor) -> Any:
         return x.mul_(2) + 1  # here
@@ -272,6 +287,7 @@ CASES: list[tuple[type[nn.Module], str, bool]] = [
     (GlobalLog, "growing_cache", True),
     (DefaultCache, "global_cache", False),
     (Rebinds, "undeclared_state", True),
+    (RebindsInside, "undeclared_state", True),
     (WritesArgument, "undeclared_write", True),
     (HandsOut, "aliased_state", False),
     (Autocast, "autocast_inside", False),
