@@ -427,6 +427,31 @@ def test_before_warm_up_nothing_is_compiled() -> None:
     assert cadence_fx.explain(step, noise(3), noise()).reason == "undeclared_size"
 
 
+def closed_over() -> Any:
+    gain = torch.ones(C)
+
+    def step(x: Tensor, cache: Tensor, *, loud: bool = False) -> tuple[Tensor, Tensor]:
+        raw = torch.cat([cache, x * gain * (2 if loud else 1)], 1)
+        return raw.sum(1), raw[:, -6:]
+
+    return compile_with(step, CACHE)
+
+
+def in_place() -> Any:
+    module = Unprimed()
+    module.compile(backend=cadence_fx.cadence, options={"contract": CACHE})
+    return module
+
+
+@pytest.mark.parametrize("make", [closed_over, in_place, lambda: compile_with(Unprimed().forward, CACHE)])
+def test_functions_methods_and_modules_compiled_in_place(make: Callable[[], Any]) -> None:
+    step = make()
+    cadence_fx.warm_up(step, noise(), noise())
+    check(step, (noise(), noise(4)), None)
+    check(step, (noise(3), noise(4)), "undeclared_size")
+    assert cadence_fx.explain(step, cache=noise(6), x=noise()).replays == "frame +2: cache 6 -> 6"
+
+
 class Breaks(nn.Module):
     def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
         torch._dynamo.graph_break()
