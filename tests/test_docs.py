@@ -14,6 +14,7 @@ import torch
 
 from cadence_fx import errors
 from cadence_fx.errors import CadenceError
+from cadence_fx.hazard import KINDS
 from cadence_fx.passes import pipeline
 from cadence_fx.remedies import clause_of, remedy_for
 
@@ -157,3 +158,10 @@ def test_remedies_are_those_of_the_page() -> None:
         told.setdefault(reason, re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", remedy).replace("`", ""))
     assert {reason: remedy_for(reason) for reason in told} == told
     assert all(clause_of(reason) for reason in told)
+
+
+def test_every_kind_of_hazard_is_documented() -> None:
+    rows = re.findall(
+        r"^\| (`\w+`(?:, `\w+`)*) \| .+ \| (?:yes|no|with)", (ROOT / "docs/doctor.md").read_text(), re.MULTILINE
+    )
+    assert sorted(re.findall(r"\w+", " ".join(rows))) == sorted(KINDS)
