@@ -135,15 +135,16 @@ def _dynamo_config_kept() -> Iterator[None]:
 @contextlib.contextmanager
 def _nothing_compiled() -> Iterator[None]:
     """`moshi` decides while it is imported whether Inductor compiles two of its functions on a GPU. Here they are left
-    eager, as they are elsewhere, and that is what bytes are compared with."""
-    kept = os.environ.get("NO_TORCH_COMPILE")
+    eager, as they are elsewhere, and that is what bytes are compared with; unless the variable is set already, to
+    whatever it is."""
+    if "NO_TORCH_COMPILE" in os.environ:
+        yield
+        return
     os.environ["NO_TORCH_COMPILE"] = "1"
     try:
         yield
     finally:
         del os.environ["NO_TORCH_COMPILE"]
-        if kept is not None:
-            os.environ["NO_TORCH_COMPILE"] = kept
 
 
 class _RenamingLoader(importlib.machinery.SourceFileLoader):
