@@ -20,6 +20,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import logging
 import math
 import os
 import sys
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch._dynamo
 
 FOLDER = "stepaudio2"
@@ -60,6 +62,10 @@ class Package:
 STEPAUDIO2 = Package("stepaudio2-minicpmo", "0.1.1", FOLDER, FOLDER, has="token2wav.py", lacks="causal_vocoder")
 MINICPMO_UTILS = Package("minicpmo-utils", "1.0.7", "minicpmo_utils_stepaudio2", FOLDER, has="causal_vocoder")
 MOSHI = Package("moshi", "0.2.13", "moshi", "moshi", has="conditioners")
+# One folder of it, under a name of its own: the packages around it import a serving engine.
+VLLM_OMNI = Package(
+    "vllm-omni", "0.30.0", "vllm_omni_minicpmo", "vllm_omni/model_executor/models/minicpmo_4_5", has="pipeline.py"
+)
 
 
 def _get_window(name: str, length: int, fftbins: bool = True) -> np.ndarray:
@@ -69,7 +75,18 @@ def _get_window(name: str, length: int, fftbins: bool = True) -> np.ndarray:
     return np.asarray([0.5 - 0.5 * math.cos(2 * math.pi * i / length) for i in range(length)])
 
 
-# What the vendor imports but the decoder never calls (get_window apart).
+class _Platform:
+    """The part of vLLM's that a capture asks for: one pool for all graphs of the process."""
+
+    pool: Any = None
+
+    @classmethod
+    def get_global_graph_pool(cls) -> Any:
+        cls.pool = cls.pool or torch.cuda.graph_pool_handle()
+        return cls.pool
+
+
+# What the vendors import but the decoders never call; get_window, the logger and the pool apart.
 _OPTIONAL: dict[str, dict[str, Any]] = {
     "onnxruntime": {},
     "torchaudio": {},
@@ -89,6 +106,9 @@ _OPTIONAL: dict[str, dict[str, Any]] = {
     "safetensors": {},
     "safetensors.torch": {"load_file": None},
     "sentencepiece": {"SentencePieceProcessor": None},
+    "vllm": {},
+    "vllm.logger": {"init_logger": logging.getLogger},
+    "vllm.platforms": {"current_platform": _Platform},
 }
 
 
