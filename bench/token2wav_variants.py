@@ -24,6 +24,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -280,9 +281,9 @@ class StepWrapper(Subject):
     the step clock, which copy seven inputs in and three results out."""
 
     def install(self) -> None:
-        omni = vendor.load("batched_token2wav", vendor.VLLM_OMNI)
-        solver = omni.BatchedToken2Wav(self.token2wav, cfm_graph_config={"enabled": True, "bucket_frames": 0})
-        decoder = self.token2wav.flow.decoder
+        omni, decoder = vendor.load("batched_token2wav", vendor.VLLM_OMNI), self.token2wav.flow.decoder
+        without_vocoder = SimpleNamespace(**{**vars(self.token2wav), "hift": torch.nn.Identity()})
+        solver = omni.BatchedToken2Wav(without_vocoder, cfm_graph_config={"enabled": True, "bucket_frames": 0})
 
         def forward_chunk(
             mu: Tensor, spks: Tensor, cond: Tensor, n_timesteps: int, temperature: float, cnn_cache: Tensor,
