@@ -227,7 +227,7 @@ class _States:
         twin = self._memory.writes[node]
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: self._read(arg, node))
         if twin is None:
-            self._now = args[1]
+            self._now = args[1]  # type: ignore[assignment]
         else:
             with self._graph.inserting_before(node):
                 self._now = self._graph.call_function(twin, args, kwargs)
