@@ -32,7 +32,11 @@ from bench.remote import Remote, environment, machine, result_path, verdict
 from cadence_fx.bytesops import digest
 
 MIB = 2**20
-FAMILIES = {"moshi": "bench.family_moshi"}
+FAMILIES = {
+    "moshi": "bench.family_moshi",
+    "personaplex": "bench.family_personaplex",
+    "freeze_omni": "bench.family_freeze_omni",
+}
 
 
 class Worker:
