@@ -11,8 +11,8 @@ others of 40: windows of 30 and 40, of 50 and 60, a class each. What is left whe
 size below the longest window.
 
 Left outside: the token window, which the vendor's loop cuts, and its buffer of audio, which ends wherever a quiet place
-is found and has no bound. All windows of a session run under one autocast to bfloat16, entered by the vendor's loop,
-which keeps casts of the weights; a class does its own casts, and is of the mode that it was captured in.
+is found and has no bound. All windows of a sentence run under one autocast to bfloat16, which the vendor's loop enters
+and which keeps casts of the weights; a class has casts of its own, and is of the mode that it was captured in.
 """
 
 from __future__ import annotations
