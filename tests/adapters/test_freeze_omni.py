@@ -1,6 +1,6 @@
 """The Freeze-Omni adapter on small random weights: every byte of every window, and of the audio that is made of them.
 
-Each test runs in two forms: on the vendor's own code where CADENCE_FREEZE_OMNI names a clone of its repository, and on
+Tests run in two forms: on the vendor's own code where CADENCE_FREEZE_OMNI names a clone of its repository, and on
 the stand-in of `bench.vendor` everywhere.
 """
 
@@ -53,12 +53,12 @@ def autocast() -> torch.autocast:
 class Pair:
     """The vendor's codec and a bound one, with equal weights; each window compares samples and what is spoken."""
 
-    def __init__(self, stand_in: bool, backend: Any = BACKEND, device: str = "cpu", **options: Any) -> None:
-        self.reference, self.bound = (freeze_omni.build_generator(SIZES, device, stand_in=stand_in) for _ in range(2))
-        self.stream = FreezeOmniStream(self.bound, backend=backend, **options)
+    def __init__(self, stand_in: bool, **options: Any) -> None:
+        self.reference, self.bound = (freeze_omni.build_generator(SIZES, stand_in=stand_in) for _ in range(2))
+        self.stream = FreezeOmniStream(self.bound, backend=BACKEND, **options)
         self.kept: list[tuple[Tensor, Tensor]] = []
         self.sizes: Counter[int] = Counter()
-        self.before = Counter[str]()
+        self.before: Counter[str] = Counter()
 
     def warm_up(self) -> Pair:
         self.stream.warm_up(cadence_fx.warm_up)
