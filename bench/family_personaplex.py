@@ -3,7 +3,7 @@
 | variant | what it is |
 | ------- | ---------- |
 | eager   | the vendor's code with its CUDA graphs off |
-| vendor  | with the CUDA graphs that the vendor captures by hand: both transformers of the codec, and the language model's |
+| vendor  | with the CUDA graphs that the vendor captures by hand: the codec's transformers and the language model's |
 | cadence | both objects bound, the backend's three replays |
 """
 

@@ -4,12 +4,13 @@ A package imports its tokenizer, speaker model and audio loaders when it is impo
 decoder, so its submodules are imported without the package's `__init__`, with placeholder modules where an optional
 import is missing (only while importing).
 
-Two packages install a top-level `stepaudio2`. The second one is imported under a name of its own: its modules'
-absolute imports of `stepaudio2` are renamed as they are compiled, and nothing else in them is. `moshi` is the only one
-of its name.
+Two packages install a top-level `stepaudio2`, and one a top-level `models`, as many do. The second and the last are
+imported under names of their own: their modules' absolute imports are renamed as they are compiled, and nothing else in
+them is. `moshi` is the only one of its name.
 
 A package is looked for on `sys.path`, then in `vendor/<distribution>` of the environment, then in `.vendor/` of this
-repository, unpacked there itself or in a folder of the distribution's name.
+repository, unpacked there itself or in a folder of the distribution's name. One that is on no index is looked for in
+the checkout that an environment variable names, and nowhere else.
 """
 
 from __future__ import annotations
@@ -48,11 +49,18 @@ class Package:
     top: str  # the folder that it installs
     has: str  # what tells that folder from others of its name: something in it,
     lacks: str | None = None  # and something that is not
+    checkout: str | None = None  # the environment variable that names a clone of its repository; it is on no index
+
+    def _roots(self) -> list[Path]:
+        if self.checkout is not None:
+            named = os.environ.get(self.checkout)
+            return [Path(named), Path(named, self.top)] if named else []
+        vendored = [Path(sys.prefix, "vendor", self.distribution), _REPOSITORY / ".vendor"]
+        return [*map(Path, sys.path), *vendored, _REPOSITORY / ".vendor" / self.distribution]
 
     def folder(self) -> Path | None:
         """Where its top-level folder is, None when it is not installed."""
-        roots = [*map(Path, sys.path), Path(sys.prefix, "vendor", self.distribution), _REPOSITORY / ".vendor"]
-        for root in (*roots, _REPOSITORY / ".vendor" / self.distribution):
+        for root in self._roots():
             found = root / self.top
             if (found / self.has).exists() and not (self.lacks and (found / self.lacks).exists()):
                 return found
@@ -65,6 +73,9 @@ MOSHI = Package("moshi", "0.2.13", "moshi", "moshi", has="conditioners")
 # One folder of it, under a name of its own: the packages around it import a serving engine.
 VLLM_OMNI = Package(
     "vllm-omni", "0.30.0", "vllm_omni_minicpmo", "vllm_omni/model_executor/models/minicpmo_4_5", has="pipeline.py"
+)
+FREEZE_OMNI = Package(
+    "Freeze-Omni", "3e17af4", "freeze_omni_models", "models", has="decoder/ticodec", checkout="CADENCE_FREEZE_OMNI"
 )
 
 
@@ -109,6 +120,14 @@ _OPTIONAL: dict[str, dict[str, Any]] = {
     "vllm": {},
     "vllm.logger": {"init_logger": logging.getLogger},
     "vllm.platforms": {"current_platform": _Platform},
+    "soundfile": {},
+    "transformers": {"LlamaConfig": None},
+    "transformers.cache_utils": {"DynamicCache": None},
+    "transformers.models": {},
+    "transformers.models.llama": {},
+    "transformers.models.llama.modeling_llama": dict.fromkeys(
+        ("LlamaDecoderLayer", "LlamaRMSNorm", "LlamaRotaryEmbedding")
+    ),
 }
 
 
@@ -167,15 +186,21 @@ def _nothing_compiled() -> Iterator[None]:
         del os.environ["NO_TORCH_COMPILE"]
 
 
+_tops: dict[str, str] = {}  # name of a renamed package -> the name that its modules know it by
+
+
 class _RenamingLoader(importlib.machinery.SourceFileLoader):
     """Compiles a module of a renamed package: `from stepaudio2.x import y` becomes an import from its own name."""
 
     def get_code(self, fullname: str) -> types.CodeType:
         path = self.get_filename(fullname)
+        name = fullname.partition(".")[0]
+        top = _tops[name]
         tree = ast.parse(self.get_data(path), path)
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == FOLDER:
-                node.module = fullname.partition(".")[0] + node.module[len(FOLDER) :]
+            absolute = isinstance(node, ast.ImportFrom) and node.module and not node.level
+            if absolute and node.module.split(".")[0] == top:
+                node.module = name + node.module[len(top) :]
         return compile(tree, path, "exec")  # never from or into the cache, which is keyed by path alone
 
 
@@ -202,15 +227,17 @@ def load(module: str, package: Package = STEPAUDIO2) -> types.ModuleType:
     """
     folder = package.folder()
     if folder is None:
-        raise ModuleNotFoundError(
-            f"{package.top} is not importable: pip install --no-deps {package.distribution}=={package.version}"
-        )
+        remedy = f"pip install --no-deps {package.distribution}=={package.version}"
+        if package.checkout is not None:
+            remedy = f"let {package.checkout} name a clone of the repository of {package.distribution}"
+        raise ModuleNotFoundError(f"{package.top} is not importable: {remedy}")
     if package.name not in sys.modules:
         root = types.ModuleType(package.name)
         root.__path__ = [str(folder)]
         root.__version__ = package.version  # type: ignore[attr-defined]
         sys.modules[package.name] = root
         if package.name != package.top:
+            _tops[package.name] = package.top
             sys.meta_path.insert(0, _RenamingFinder(package.name))
     with _dynamo_config_kept(), _nothing_compiled(), _placeholders():
         return importlib.import_module(f"{package.name}.{module}")
