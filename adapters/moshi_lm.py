@@ -28,6 +28,7 @@ from cadence_fx.adapters.moshi_state import (
     count_from_zero,
     counted,
     counters,
+    fields_of,
     layers_of,
     regions,
     uncompiled,
@@ -106,7 +107,7 @@ class DialogueStep(nn.Module):
             Region(name, attribute=f"gen._streaming_state.{name}", axis=axis, clock="frame", retention=retention)
             for name, (axis, retention) in own.items()
         ]
-        main = regions(self.gen.lm_model.transformer, "gen.lm_model.transformer", self.batch)
+        main = regions(self.gen.lm_model.transformer, "gen.lm_model.transformer", fields_of(self.batch))
         return Contract([Clock("frame", 1)], [*dialogue, *main])
 
     def example(self) -> Tensor:

@@ -4,12 +4,13 @@ A package imports its tokenizer, speaker model and audio loaders when it is impo
 decoder, so its submodules are imported without the package's `__init__`, with placeholder modules where an optional
 import is missing (only while importing).
 
-Two packages install a top-level `stepaudio2`. The second one is imported under a name of its own: its modules'
-absolute imports of `stepaudio2` are renamed as they are compiled, and nothing else in them is. `moshi` is the only one
-of its name.
+Two packages install a top-level `stepaudio2`, and two a top-level `moshi`. The second one of each is imported under a
+name of its own: its modules' absolute imports of the shared one are renamed as they are compiled, and nothing else in
+them is.
 
 A package is looked for on `sys.path`, then in `vendor/<distribution>` of the environment, then in `.vendor/` of this
-repository, unpacked there itself or in a folder of the distribution's name.
+repository, unpacked there itself or in a folder of the distribution's name. One that is on no index is looked for in
+the checkout that an environment variable names, and nowhere else.
 """
 
 from __future__ import annotations
@@ -46,11 +47,18 @@ class Package:
     top: str  # the folder that it installs
     has: str  # what tells that folder from others of its name: something in it,
     lacks: str | None = None  # and something that is not
+    checkout: str | None = None  # the environment variable that names a clone of its repository; it is on no index
+
+    def _roots(self) -> list[Path]:
+        if self.checkout is not None:
+            named = os.environ.get(self.checkout)
+            return [Path(named), Path(named, self.top)] if named else []
+        vendored = [Path(sys.prefix, "vendor", self.distribution), _REPOSITORY / ".vendor"]
+        return [*map(Path, sys.path), *vendored, _REPOSITORY / ".vendor" / self.distribution]
 
     def folder(self) -> Path | None:
         """Where its top-level folder is, None when it is not installed."""
-        roots = [*map(Path, sys.path), Path(sys.prefix, "vendor", self.distribution), _REPOSITORY / ".vendor"]
-        for root in (*roots, _REPOSITORY / ".vendor" / self.distribution):
+        for root in self._roots():
             found = root / self.top
             if (found / self.has).exists() and not (self.lacks and (found / self.lacks).exists()):
                 return found
@@ -60,6 +68,10 @@ class Package:
 STEPAUDIO2 = Package("stepaudio2-minicpmo", "0.1.1", FOLDER, FOLDER, has="token2wav.py", lacks="causal_vocoder")
 MINICPMO_UTILS = Package("minicpmo-utils", "1.0.7", "minicpmo_utils_stepaudio2", FOLDER, has="causal_vocoder")
 MOSHI = Package("moshi", "0.2.13", "moshi", "moshi", has="conditioners")
+PERSONAPLEX = Package(
+    "moshi-personaplex", "0.1.0", "personaplex_moshi", "moshi", has="offline.py", lacks="conditioners",
+    checkout="CADENCE_PERSONAPLEX",
+)  # fmt: skip
 
 
 def _get_window(name: str, length: int, fftbins: bool = True) -> np.ndarray:
@@ -87,8 +99,11 @@ _OPTIONAL: dict[str, dict[str, Any]] = {
     "huggingface_hub": {"hf_hub_download": None},
     "huggingface_hub.errors": {"EntryNotFoundError": LookupError},
     "safetensors": {},
-    "safetensors.torch": {"load_file": None},
+    "safetensors.torch": {"load_file": None, "load_model": None, "save_file": None},
     "sentencepiece": {"SentencePieceProcessor": None},
+    "sphn": {},
+    "tqdm": {},
+    "tqdm.auto": {"tqdm": None},
 }
 
 
@@ -146,15 +161,21 @@ def _nothing_compiled() -> Iterator[None]:
             os.environ["NO_TORCH_COMPILE"] = kept
 
 
+_tops: dict[str, str] = {}  # name of a renamed package -> the name that its modules know it by
+
+
 class _RenamingLoader(importlib.machinery.SourceFileLoader):
     """Compiles a module of a renamed package: `from stepaudio2.x import y` becomes an import from its own name."""
 
     def get_code(self, fullname: str) -> types.CodeType:
         path = self.get_filename(fullname)
+        name = fullname.partition(".")[0]
+        top = _tops[name]
         tree = ast.parse(self.get_data(path), path)
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == FOLDER:
-                node.module = fullname.partition(".")[0] + node.module[len(FOLDER) :]
+            absolute = isinstance(node, ast.ImportFrom) and node.module and not node.level
+            if absolute and node.module.split(".")[0] == top:
+                node.module = name + node.module[len(top) :]
         return compile(tree, path, "exec")  # never from or into the cache, which is keyed by path alone
 
 
@@ -181,15 +202,17 @@ def load(module: str, package: Package = STEPAUDIO2) -> types.ModuleType:
     """
     folder = package.folder()
     if folder is None:
-        raise ModuleNotFoundError(
-            f"{package.top} is not importable: pip install --no-deps {package.distribution}=={package.version}"
-        )
+        remedy = f"pip install --no-deps {package.distribution}=={package.version}"
+        if package.checkout is not None:
+            remedy = f"let {package.checkout} name a clone of the repository of {package.distribution}"
+        raise ModuleNotFoundError(f"{package.top} is not importable: {remedy}")
     if package.name not in sys.modules:
         root = types.ModuleType(package.name)
         root.__path__ = [str(folder)]
         root.__version__ = package.version  # type: ignore[attr-defined]
         sys.modules[package.name] = root
         if package.name != package.top:
+            _tops[package.name] = package.top
             sys.meta_path.insert(0, _RenamingFinder(package.name))
     with _dynamo_config_kept(), _nothing_compiled(), _placeholders():
         return importlib.import_module(f"{package.name}.{module}")
