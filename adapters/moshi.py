@@ -67,6 +67,11 @@ class Step(nn.Module):
         return getattr(self.mimi, self.parts[1]).transformer
 
     @property
+    def device(self) -> torch.device:
+        """Where the codec is."""
+        return next(self.mimi.parameters()).device  # type: ignore[no-any-return]
+
+    @property
     def fields(self) -> Callable[[Any], Iterable[Field]]:
         """What a layer keeps, as `regions` has it."""
         return fields_of(self.batch)
@@ -192,7 +197,7 @@ class MimiStream:
 
     def _warm_up(self, verb: Callable[..., Any], kind: type[Step], batch: int) -> Any:
         step = self._step(kind, batch, self.mimi.num_codebooks)
-        return verb(self.steps[step], step.example().to(next(self.mimi.parameters()).device))
+        return verb(self.steps[step], step.example().to(step.device))
 
     def _step(self, kind: type[Step], batch: int, codebooks: int) -> Step:
         """The plain step; the compiled one is in `steps`. Every table that it reads exists afterwards."""

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from cadence_fx.adapters import moshi
 from cadence_fx.adapters.moshi_state import Family, Field, layers_of, ring_fields
 from cadence_fx.contract import Contract
-from cadence_fx.errors import ContractError
 from cadence_fx.retention import Pinned
 
 __all__ = [
@@ -29,6 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 PERSONAPLEX = Family("PersonaPlex", ("0.1.0",), mark="set_streaming_state_inplace")
+CONTIGUOUS = torch.contiguous_format
 CONVOLUTIONS = {"RawStreamingConv1d": "previous", "RawStreamingConvTranspose1d": "partial"}
 
 
@@ -83,8 +83,10 @@ class _Rebinding(moshi.Step):
                 setattr(self._state_at(name), field, None)
         result: Tensor = super().forward(given)
         for name, _, field, shaped in self._past:
-            if not shaped.shape[-1]:
-                setattr(self._state_at(name), field, shaped)
+            state = self._state_at(name)
+            # A tail is read in sums alone, element by element, and a past is only moved: no stride changes a byte.
+            kept = getattr(state, field)
+            setattr(state, field, kept.clone(memory_format=CONTIGUOUS) if shaped.shape[-1] else shaped)
         return result
 
     def _state_at(self, name: str) -> Any:
@@ -115,12 +117,12 @@ class _Rebinding(moshi.Step):
             state = layer._streaming_state
             value = shaped if self.first else getattr(state, field)
             if value is not None and (value.stride() != shaped.stride() or value.data_ptr() % 16):
-                value = value.clone(memory_format=torch.contiguous_format)
+                value = value.clone(memory_format=CONTIGUOUS)
             setattr(state, field, value)
 
     def forget(self) -> None:
         """Before the first frame there is nothing, in the vendor's terms."""
-        for _, layer, field, shaped in self._past:
+        for _, layer, field, shaped in self._past if self.first and self.streams() else ():
             if getattr(layer._streaming_state, field) is shaped:
                 setattr(layer._streaming_state, field, None)
 
@@ -164,23 +166,24 @@ class PersonaMimiStream(moshi.MimiStream):
                 layer._streaming_state = state
 
     def _warm_up(self, verb: Callable[..., Any], kind: type[moshi.Step], batch: int) -> Any:
-        step = self._step(kind, batch, self.mimi.num_codebooks)
-        assert isinstance(step, _Rebinding)
-        if not step.meets():
-            raise ContractError("", field="mimi")
+        step: Any = self._step(kind, batch, self.mimi.num_codebooks)
+        step.meets()
         step.settle()
         result = super()._warm_up(verb, kind, batch)
         if step.first:
-            step.forget()
-            step(step.example().to(next(self.mimi.parameters()).device))
+            step(step.example().to(step.device))  # eager: states as after a first frame
         return result
 
     def _call(self, kind: type[moshi.Step], shipped: Callable[..., Tensor], given: Tensor) -> Tensor:
-        return super()._call(kind, shipped, given)
+        try:
+            return super()._call(kind, shipped, given)
+        except BaseException:
+            for step in self.plain.values():
+                step.forget()  # type: ignore[attr-defined]
+            raise
 
     def _serving(self, kind: type[moshi.Step], state: Any, given: Tensor) -> moshi.Step | str:
-        step = self._step(kind, given.shape[0], self.mimi.num_codebooks)
-        assert isinstance(step, _Rebinding)
+        step: Any = self._step(kind, given.shape[0], self.mimi.num_codebooks)
         if given.shape != step.given:
             return "undeclared size"
         if not step.streams():
@@ -188,7 +191,7 @@ class PersonaMimiStream(moshi.MimiStream):
         if not step.meets():
             return "undeclared state"
         step.settle()
-        return step
+        return step  # type: ignore[no-any-return]
 
 
 class _PersonaMimi:
