@@ -40,7 +40,7 @@ MOSHI = Family("moshi", ("0.2.13",))
 
 def check(given: Any, expected: str, methods: Iterable[str], family: Family = MOSHI) -> None:
     """Raises ContractError unless an object is of a class and version that is declared here, and not bound yet."""
-    package = type(given).__module__.partition(".")[0]
+    package = _package_of(given)
     version = getattr(sys.modules.get(package), "__version__", None)
     named = expected in {kind.__name__ for kind in type(given).__mro__} and hasattr(given, family.mark)
     if not named or version not in family.versions:
@@ -49,6 +49,11 @@ def check(given: Any, expected: str, methods: Iterable[str], family: Family = MO
         raise ContractError(f"expected the {expected} of {wanted}, found a {found}", field=expected)
     if not vars(given).keys().isdisjoint(methods):
         raise ContractError("this object is bound already: unbind the other stream first", field=expected)
+
+
+def _package_of(given: Any) -> str:
+    """The package of an object whose class is in `package.models.module`, or another as deep."""
+    return type(given).__module__.rsplit(".", 2)[0]
 
 
 def check_attention(root: nn.Module, expected: str) -> None:
@@ -64,8 +69,7 @@ def uncompiled(given: Any) -> Callable[[], AbstractContextManager[None]]:
     """The vendor's own switch for its package: inside, the two functions that it has Inductor compile (rotary positions
     and norms, on a GPU, unless NO_TORCH_COMPILE was set when it was imported) run the eager kernels that bytes are
     compared with."""
-    package = type(given).__module__.partition(".")[0]
-    return sys.modules[f"{package}.utils.compile"].no_compile  # type: ignore[no-any-return]
+    return sys.modules[f"{_package_of(given)}.utils.compile"].no_compile  # type: ignore[no-any-return]
 
 
 def layers_of(*parts: nn.Module) -> tuple[Any, ...]:

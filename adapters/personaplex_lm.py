@@ -3,8 +3,8 @@
 A frame is that of `adapters.moshi_lm`, with 16 codes drawn, the model's own and what the user may say next. What the
 vendor counts on the host here decides what runs: `offset`, modulo the width of its ring of tokens (4 in the released
 model), is where a frame reads and writes. So the ring would be met in as many signatures as it is wide. It is turned
-instead: `DialogueStep` gathers its columns so that the vendor's code finds the frame at a fixed place, at `offset` equal
-to the width, and puts them back. Columns of integers are moved, and nothing is computed anew.
+instead: `DialogueStep` gathers its columns so that the vendor's code finds the frame at a fixed place, at an `offset`
+equal to the width, and puts them back. Columns of integers are moved, and nothing is computed anew.
 
 The other things that the host decides are decided before the step, by the vendor's own code (`prepare_step_input`):
 which tokens a prompt forces, and the first frames, which begin with tokens that nobody has said. It writes the ring,
