@@ -179,7 +179,8 @@ class PersonaMimiStream(moshi.MimiStream):
             return super()._call(kind, shipped, given)
         except BaseException:
             for step in self.plain.values():
-                step.forget()  # type: ignore[attr-defined]
+                if isinstance(step, _Rebinding):
+                    step.forget()
             raise
 
     def _serving(self, kind: type[moshi.Step], state: Any, given: Tensor) -> moshi.Step | str:

@@ -42,6 +42,7 @@ class Projected(StreamingModule):
 class Codebook(nn.Module):
     """Its table is computed where it is first read."""
 
+    total: Tensor
     _embedding: Tensor | None
 
     def __init__(self, bins: int) -> None:
