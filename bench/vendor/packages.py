@@ -21,6 +21,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import logging
 import math
 import os
 import sys
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch._dynamo
 
 FOLDER = "stepaudio2"
@@ -72,6 +74,10 @@ PERSONAPLEX = Package(
     "moshi-personaplex", "0.1.0", "personaplex_moshi", "moshi", has="offline.py", lacks="conditioners",
     checkout="CADENCE_PERSONAPLEX",
 )  # fmt: skip
+# One folder of it, under a name of its own: the packages around it import a serving engine.
+VLLM_OMNI = Package(
+    "vllm-omni", "0.30.0", "vllm_omni_minicpmo", "vllm_omni/model_executor/models/minicpmo_4_5", has="pipeline.py"
+)
 
 
 def _get_window(name: str, length: int, fftbins: bool = True) -> np.ndarray:
@@ -81,7 +87,18 @@ def _get_window(name: str, length: int, fftbins: bool = True) -> np.ndarray:
     return np.asarray([0.5 - 0.5 * math.cos(2 * math.pi * i / length) for i in range(length)])
 
 
-# What the vendor imports but the decoder never calls (get_window apart).
+class _Platform:
+    """The part of vLLM's that a capture asks for: one pool for all graphs of the process."""
+
+    pool: Any = None
+
+    @classmethod
+    def get_global_graph_pool(cls) -> Any:
+        cls.pool = cls.pool or torch.cuda.graph_pool_handle()
+        return cls.pool
+
+
+# What the vendors import but the decoders never call; get_window, the logger and the pool apart.
 _OPTIONAL: dict[str, dict[str, Any]] = {
     "onnxruntime": {},
     "torchaudio": {},
@@ -104,6 +121,9 @@ _OPTIONAL: dict[str, dict[str, Any]] = {
     "sphn": {},
     "tqdm": {},
     "tqdm.auto": {"tqdm": None},
+    "vllm": {},
+    "vllm.logger": {"init_logger": logging.getLogger},
+    "vllm.platforms": {"current_platform": _Platform},
 }
 
 
@@ -150,15 +170,16 @@ def _dynamo_config_kept() -> Iterator[None]:
 @contextlib.contextmanager
 def _nothing_compiled() -> Iterator[None]:
     """`moshi` decides while it is imported whether Inductor compiles two of its functions on a GPU. Here they are left
-    eager, as they are elsewhere, and that is what bytes are compared with."""
-    kept = os.environ.get("NO_TORCH_COMPILE")
+    eager, as they are elsewhere, and that is what bytes are compared with; unless the variable is set already, to
+    whatever it is."""
+    if "NO_TORCH_COMPILE" in os.environ:
+        yield
+        return
     os.environ["NO_TORCH_COMPILE"] = "1"
     try:
         yield
     finally:
         del os.environ["NO_TORCH_COMPILE"]
-        if kept is not None:
-            os.environ["NO_TORCH_COMPILE"] = kept
 
 
 _tops: dict[str, str] = {}  # name of a renamed package -> the name that its modules know it by
