@@ -2,9 +2,8 @@
 
 A frame is that of `adapters.moshi`, and so are the two callables, encoding and decoding, the transformers and their
 rings. The convolutions keep their past in another way: each call joins it to what comes and puts a slice of the joined
-tensor in its place, and before the first frame there is none. So the first frame after a reset is a signature of its
-own, in which padding is added on the left and no tail is, and every half of the codec is two steps: `FirstEncodeStep`
-and `EncodeStep`, `FirstDecodeStep` and `DecodeStep`.
+tensor in its place, and before the first frame there is none. So the first frame of a stream, and after a reset, is a
+signature of its own: padding is added on the left, and there is no tail to add. Each callable has two classes.
 
 Where a convolution looks no further back than its stride, and in every residual sum, what is left over is empty.
 Joining nothing to a frame moves no byte, so a step begins without it and leaves an empty tensor, as the vendor does.
@@ -23,9 +22,7 @@ from cadence_fx.adapters.moshi_state import Family, Field, layers_of, ring_field
 from cadence_fx.contract import Contract
 from cadence_fx.retention import Pinned
 
-__all__ = [
-    "ADAPTER", "PERSONAPLEX", "DecodeStep", "EncodeStep", "PersonaMimiStream", "fields",
-]  # fmt: skip
+__all__ = ["ADAPTER", "DecodeStep", "EncodeStep", "PersonaMimiStream"]
 
 PERSONAPLEX = Family("PersonaPlex", ("0.1.0",), mark="set_streaming_state_inplace")
 CONTIGUOUS = torch.contiguous_format
@@ -35,6 +32,17 @@ CONVOLUTIONS = {"RawStreamingConv1d": "previous", "RawStreamingConvTranspose1d":
 def kept_by(convolution: Any) -> int:
     """Frames that a convolution keeps of its input, or a transposed one of its output."""
     return int((convolution.kernel_size[0] - 1) * convolution.dilation[0] + 1 - convolution.stride[0])
+
+
+def is_alike(value: Tensor, shaped: Tensor) -> bool:
+    """Whether a state has the strides of a tensor of its own, at the address of one."""
+    return value.stride() == shaped.stride() and value.data_ptr() % 16 == 0
+
+
+def batch_of(transformer: Any) -> int | None:
+    """The streams that a transformer has rings for, None when it does not stream."""
+    state = transformer.layers[0].self_attn._streaming_state
+    return None if state is None else int(state.kv_cache.cache.shape[1])
 
 
 def fields(module: Any) -> Iterator[Field]:
@@ -49,7 +57,11 @@ def fields(module: Any) -> Iterator[Field]:
 
 
 class _Rebinding(moshi.Step):
-    """A half of the codec, at the signature that `first` says."""
+    """A half of the codec.
+
+    Attributes:
+        first: whether it is at the first frame of a stream.
+    """
 
     def __init__(self, mimi: Any, batch: int, codebooks: int) -> None:
         super().__init__(mimi, batch, codebooks)
@@ -97,8 +109,8 @@ class _Rebinding(moshi.Step):
         return layer._streaming_state
 
     def meets(self) -> bool:
-        """Whether the state is one of a declared signature, and which; false after frames of other sizes, say, when
-        more is left over."""
+        """Sets `first` as the states of the stream are, and says whether they are declared: before the first frame or
+        after whole ones. After half a frame more is left over."""
         pads = [(layer._streaming_state.padding_to_add, layer._padding_total) for _, layer in self._padded]
         past = [(getattr(layer._streaming_state, field), shaped.shape) for _, layer, field, shaped in self._past]
         self.first = all(value is None for value, _ in past)
@@ -108,20 +120,20 @@ class _Rebinding(moshi.Step):
         return there and not any(pad for pad, _ in pads)
 
     def settle(self) -> None:
-        """Makes the states what the engine takes for states: tensors with memory and strides of their own.
+        """Gives each state memory and strides of its own: the vendor's eager code keeps slices of what it has joined.
 
-        The vendor keeps slices of what it has joined, and before the first frame nothing, where a step that is `first`
-        begins by forgetting what it finds.
+        Before the first frame there is nothing, which the engine takes for a state that is missing. What stands there
+        instead is forgotten by the step before it is read.
         """
         for _, layer, field, shaped in self._past:
             state = layer._streaming_state
-            value = shaped if self.first else getattr(state, field)
-            if value is not None and (value.stride() != shaped.stride() or value.data_ptr() % 16):
-                value = value.clone(memory_format=CONTIGUOUS)
-            setattr(state, field, value)
+            if self.first:
+                setattr(state, field, shaped)
+            elif (value := getattr(state, field)) is not None and not is_alike(value, shaped):
+                setattr(state, field, value.clone(memory_format=CONTIGUOUS))
 
     def forget(self) -> None:
-        """Before the first frame there is nothing, in the vendor's terms."""
+        """Takes back what `settle` has put where there is nothing, when a first frame has failed."""
         for _, layer, field, shaped in self._past if self.first and self.streams() else ():
             if getattr(layer._streaming_state, field) is shaped:
                 setattr(layer._streaming_state, field, None)
@@ -153,9 +165,11 @@ class PersonaMimiStream(moshi.MimiStream):
         """`verb(step, argument)` for both steps before and after a first frame, as `cadence_fx.warm_up` asks for;
         returns what each returned.
 
-        It takes the states of a stream of its own: one that is open goes on where it is.
+        It takes the states of a stream of its own, as many as in the one that is open, which goes on where it is, or
+        `batch` if there is none.
         """
         mimi = self.mimi
+        batch = batch_of(mimi.encoder_transformer.transformer) or batch
         shipped = [(layer, layer._streaming_state) for layer in layers_of(mimi)]
         mimi._start_streaming(batch)
         try:
@@ -184,11 +198,12 @@ class PersonaMimiStream(moshi.MimiStream):
             raise
 
     def _serving(self, kind: type[moshi.Step], state: Any, given: Tensor) -> moshi.Step | str:
-        step: Any = self._step(kind, given.shape[0], self.mimi.num_codebooks)
+        batch = batch_of(getattr(self.mimi, kind.parts[1]).transformer)
+        step: Any = self._step(kind, batch, self.mimi.num_codebooks) if batch is not None else None
+        if step is None or not step.streams():
+            return "detached layers"
         if given.shape != step.given:
             return "undeclared size"
-        if not step.streams():
-            return "detached layers"
         if not step.meets():
             return "undeclared state"
         step.settle()

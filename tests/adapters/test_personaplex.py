@@ -119,6 +119,9 @@ def test_a_session_of_sixty_frames_with_resets_and_restored_states_has_eagers_by
     for _ in range(12):
         pair.frame()
     pair.check_counts(replays=60)
+    pair.stream.unbind()  # in the middle of the stream
+    for _ in range(4):
+        pair.frame()
 
 
 @torch.inference_mode()
@@ -160,6 +163,16 @@ def test_what_is_no_declared_frame_runs_the_vendors_code(form: Form) -> None:
     pair.frame()
     # Encoding and decoding are a call each.
     assert pair.stream.eager_calls == {"undeclared size": 4, "latent": 1, "undeclared state": 1}
+
+
+def test_layers_that_are_detached_from_the_stream_run_the_vendors_code(form: Form) -> None:
+    pair = Pair(form, backend=None)
+    for mimi in pair.both:
+        mimi.downsample.conv.set_streaming_propagate(False)
+    pair.begin()
+    for _ in range(3):
+        pair.frame()
+    assert pair.stream.eager_calls == {"detached layers": 3}  # decoding has all of its state
 
 
 def test_a_first_frame_that_raises_leaves_none_of_the_steps_tensors_behind(form: Form) -> None:

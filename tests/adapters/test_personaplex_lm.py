@@ -126,6 +126,9 @@ def test_prompts_and_a_dialogue_with_resets_have_eagers_tokens(form: Form, tmp_p
     assert len({tuple(tokens.flatten().tolist()) for tokens in said if tokens is not None}) > 40
     prompts = 5 if form.name == "small" else 2 + 3 + 2
     pair.check_counts(replays=7 + prompts + 20 + 3 + 4 + 18 + 10, first_call=1)
+    pair.stream.unbind()  # in the middle of the stream
+    for _ in range(4):
+        pair.frame()
 
 
 def test_two_streams_of_a_batch_are_exchanged(form: Form) -> None:

@@ -32,11 +32,13 @@ class State:
 
 
 class StreamingModule(nn.Module):
-    propagates = True
-
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._streaming_state: Any = None
+        self._propagates = True
+
+    def set_streaming_propagate(self, propagates: bool) -> None:
+        self._propagates = propagates
 
     def _init_streaming_state(self, batch: int) -> State:
         return State()
@@ -50,7 +52,7 @@ class StreamingModule(nn.Module):
         behind: list[str] = []
         for name, layer in self.named_modules():
             if not any(name.startswith(prefix) for prefix in behind) and isinstance(layer, StreamingModule):
-                if not layer.propagates:
+                if not layer._propagates:
                     behind.append(name)
                 else:
                     yield name, layer

@@ -40,7 +40,7 @@ class LMModel(StreamingModule):
         self.transformer = StreamingTransformer(dim, 2, layers, context)
         self.text_linear = nn.Linear(dim, text)
         self.depformer = StreamingTransformer(dim, 2, 1, None, steps=self.dep_q)
-        self.depformer.propagates = False
+        self.depformer.set_streaming_propagate(False)
         self.depformer_emb = nn.ModuleList([Embedding(text + 1, dim), *(Embedding(card + 1, dim) for _ in DELAYS[2:])])
         self.linears = nn.ModuleList(nn.Linear(dim, card) for _ in range(self.dep_q))
 
@@ -152,13 +152,13 @@ class LMGen(StreamingModule):
 
     def depformer_step(self, token: Tensor, hidden: Tensor, given: Tensor, provided: Tensor) -> Tensor:
         lm, codes = self.lm_model, []
-        self.lm_model.depformer.propagates = True
+        lm.depformer.set_streaming_propagate(True)
         with lm.depformer.streaming(len(token)):
             for number in range(lm.dep_q):
                 logits = lm.forward_depformer(number, token[:, None, None], hidden)
                 codes.append(sample_token(logits.float(), self.use_sampling, self.temp, self.top_k)[:, 0, 0])
                 token = torch.where(provided[:, number], given[:, number], codes[-1])
-        self.lm_model.depformer.propagates = False
+        lm.depformer.set_streaming_propagate(False)
         return torch.stack(codes, 1)
 
     @torch.no_grad()
