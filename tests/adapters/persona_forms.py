@@ -36,8 +36,8 @@ def _checkout_mimi() -> Any:
     return personaplex.build_mimi(replace(personaplex.SMALL_PERSONA_MIMI, layers=1))
 
 
-def _checkout_lm_gen(**options: Any) -> Any:
-    return personaplex.build_lm_gen(personaplex.SMALL_PERSONA, audio_silence_frame_cnt=2, **options)
+def _checkout_lm_gen(device: torch.device | str = "cpu", **options: Any) -> Any:
+    return personaplex.build_lm_gen(personaplex.SMALL_PERSONA, device, audio_silence_frame_cnt=2, **options)
 
 
 def _small_mimi() -> Any:
@@ -45,9 +45,9 @@ def _small_mimi() -> Any:
     return codec.MimiModel().eval()
 
 
-def _small_lm_gen(**options: Any) -> Any:
+def _small_lm_gen(device: torch.device | str = "cpu", **options: Any) -> Any:
     torch.manual_seed(0)
-    return lm.LMGen(lm.LMModel().eval(), **options)
+    return lm.LMGen(lm.LMModel().eval().to(device), **options)
 
 
 CHECKOUT = Form(
