@@ -1,17 +1,27 @@
 """Builds released models with random weights, for tests and benchmarks.
 
 Two packages publish Token2Wav: `stepaudio2-minicpmo` 0.1.1 and `minicpmo-utils` 1.0.7, whose streaming vocoder is
-another. `moshi` 0.2.13 publishes Moshi and its codec, Mimi. Freeze-Omni is published as a repository alone, of which a
-clone can be configured (`freeze_omni`); without one a stand-in of this project's takes its place.
-All other code that runs is the vendor's; only constructors that read checkpoint files are stepped around (see
-`packages` for how they are imported side by side).
+another. `moshi` 0.2.13 publishes Moshi and its codec, Mimi. PersonaPlex (`personaplex`) and Freeze-Omni (`freeze_omni`)
+are published as repositories alone, of which clones can be configured; without one of Freeze-Omni a stand-in of this
+project's takes its place. All other code that runs is the vendor's; only constructors that read checkpoint files are
+stepped around (see `packages` for how they are imported side by side).
 """
 
 from bench.vendor.freeze_omni import SMALL_TICODEC, TICODEC, TicodecSizes, build_generator
 from bench.vendor.mimi import MIMI, SMALL_MIMI, MimiSizes, build_mimi
 from bench.vendor.modules import build_causal_vocoder, build_flow, build_vocoder
 from bench.vendor.moshi_lm import MOSHI_7B, SMALL_MOSHI, MoshiSizes, build_lm_gen
-from bench.vendor.packages import FREEZE_OMNI, MINICPMO_UTILS, MOSHI, STEPAUDIO2, VLLM_OMNI, Package, available, load
+from bench.vendor.packages import (
+    FREEZE_OMNI,
+    MINICPMO_UTILS,
+    MOSHI,
+    PERSONAPLEX,
+    STEPAUDIO2,
+    VLLM_OMNI,
+    Package,
+    available,
+    load,
+)
 from bench.vendor.sizes import RELEASED, SMALL, TINY, Prompt, Sizes, build_prompt, build_tokens
 from bench.vendor.token2wav import build_token2wav, start_turn
 
@@ -21,6 +31,7 @@ __all__ = [
     "MINICPMO_UTILS",
     "MOSHI",
     "MOSHI_7B",
+    "PERSONAPLEX",
     "RELEASED",
     "SMALL",
     "SMALL_MIMI",

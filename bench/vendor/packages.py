@@ -4,9 +4,9 @@ A package imports its tokenizer, speaker model and audio loaders when it is impo
 decoder, so its submodules are imported without the package's `__init__`, with placeholder modules where an optional
 import is missing (only while importing).
 
-Two packages install a top-level `stepaudio2`, and one a top-level `models`, as many do. The second and the last are
-imported under names of their own: their modules' absolute imports are renamed as they are compiled, and nothing else in
-them is. `moshi` is the only one of its name.
+Two packages install a top-level `stepaudio2`, two a top-level `moshi`, and one a top-level `models`, as many do. The
+second one of each pair and the last are imported under names of their own: their modules' absolute imports are renamed
+as they are compiled, and nothing else in them is.
 
 A package is looked for on `sys.path`, then in `vendor/<distribution>` of the environment, then in `.vendor/` of this
 repository, unpacked there itself or in a folder of the distribution's name. One that is on no index is looked for in
@@ -70,6 +70,10 @@ class Package:
 STEPAUDIO2 = Package("stepaudio2-minicpmo", "0.1.1", FOLDER, FOLDER, has="token2wav.py", lacks="causal_vocoder")
 MINICPMO_UTILS = Package("minicpmo-utils", "1.0.7", "minicpmo_utils_stepaudio2", FOLDER, has="causal_vocoder")
 MOSHI = Package("moshi", "0.2.13", "moshi", "moshi", has="conditioners")
+PERSONAPLEX = Package(
+    "moshi-personaplex", "0.1.0", "personaplex_moshi", "moshi", has="offline.py", lacks="conditioners",
+    checkout="CADENCE_PERSONAPLEX",
+)  # fmt: skip
 # One folder of it, under a name of its own: the packages around it import a serving engine.
 VLLM_OMNI = Package(
     "vllm-omni", "0.30.0", "vllm_omni_minicpmo", "vllm_omni/model_executor/models/minicpmo_4_5", has="pipeline.py"
@@ -115,8 +119,11 @@ _OPTIONAL: dict[str, dict[str, Any]] = {
     "huggingface_hub": {"hf_hub_download": None},
     "huggingface_hub.errors": {"EntryNotFoundError": LookupError},
     "safetensors": {},
-    "safetensors.torch": {"load_file": None},
+    "safetensors.torch": {"load_file": None, "load_model": None, "save_file": None},
     "sentencepiece": {"SentencePieceProcessor": None},
+    "sphn": {},
+    "tqdm": {},
+    "tqdm.auto": {"tqdm": None},
     "vllm": {},
     "vllm.logger": {"init_logger": logging.getLogger},
     "vllm.platforms": {"current_platform": _Platform},
