@@ -41,7 +41,8 @@ class Moshi(Subject):
         self.variant, self.device = variant, device
         self.mimi, self.gen = self.build(device, small)
         draw = torch.Generator().manual_seed(0)
-        self.samples = (0.1 * torch.randn(TICKS, 1, 1, self.mimi.frame_size, generator=draw)).to(device)
+        samples = int(self.mimi.sample_rate / self.mimi.frame_rate)
+        self.samples = (0.1 * torch.randn(TICKS, 1, 1, samples, generator=draw)).to(device)
         bins = min(self.mimi.cardinality, self.gen.lm_model.card)
         self.codes = torch.randint(bins, (TICKS, 1, 8, 1), generator=draw).to(device)
         self.parts = {"encode": self._encode, "step": self._step, "decode": self._decode, "frame": self._frame}
