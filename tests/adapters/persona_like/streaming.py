@@ -18,7 +18,8 @@ class State:
 
     def __init__(self, starts: dict[str, Any] | None = None, **fields: Any) -> None:
         self._starts = starts or {}
-        vars(self).update(fields)
+        for name, value in fields.items():
+            setattr(self, name, value)
 
     def reset(self) -> None:
         for name, start in self._starts.items():
