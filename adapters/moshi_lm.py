@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cadence_fx.adapters.base import compiler
+from cadence_fx.adapters.base import Binding, Replaced, compiler
 from cadence_fx.adapters.moshi_state import (
     HandWrittenGraphs,
     canonical,
@@ -107,7 +107,7 @@ class DialogueStep(nn.Module):
             for name, (axis, retention) in own.items()
         ]
         main = regions(self.gen.lm_model.transformer, "gen.lm_model.transformer", self.batch)
-        return Contract([Clock("frame", 1)], [*dialogue, *main])
+        return Contract([Clock("frame", 1)], [*dialogue, *main], name="moshi.frame")
 
     def example(self) -> Tensor:
         """Random codes."""
@@ -129,7 +129,7 @@ class DialogueStep(nn.Module):
         return tokens, hidden
 
 
-class DialogueStream:
+class DialogueStream(Binding):
     """A vendor's `LMGen` whose `step` is one compiled step; used as before.
 
     While bound, `_step`, which the vendor's `step` and `step_with_extra_heads` call, is a method of this object, and
@@ -146,10 +146,8 @@ class DialogueStream:
             classifier-free guidance, or its main transformer attends to more than its own past.
     """
 
-    METHODS = ("_step",)
-
     def __init__(self, gen: Any, *, backend: str | Callable[..., Any] | None = None, passes: Any = None) -> None:
-        check(gen, "LMGen", self.METHODS)
+        check(gen, "LMGen")
         if gen.lm_model.depformer is None or gen.cfg_coef != 1.0:
             raise ContractError("only a model with a depth transformer, without guidance, is declared", field="gen")
         check_attention(gen.lm_model.transformer, "LMGen")
@@ -159,7 +157,8 @@ class DialogueStream:
         self.steps: dict[DialogueStep, Callable[..., Any]] = {}
         self._compiled = compiler(backend, passes, dynamic=False)
         self._graphs, self._uncompiled = HandWrittenGraphs(), uncompiled(gen)
-        gen._step = self._step
+        self._replaced = Replaced()
+        self._replaced.put(gen, _step=self._step)
 
     @torch.no_grad()
     def warm_up(self, verb: Callable[..., Any], batch: int = 1) -> Any:
@@ -173,6 +172,12 @@ class DialogueStream:
             self._graphs.turn_off(state)
             step = self._step_of(state.batch_size)
             return verb(self.steps[step], step.example().to(state.device))
+
+    def compiled(self) -> dict[str, Callable[..., Any]]:
+        return {f"moshi.frame[batch={batch}]": self.steps[step] for batch, step in self.plain.items()}
+
+    def contracts(self) -> dict[str, Contract]:
+        return {f"moshi.frame[batch={batch}]": step.contract() for batch, step in self.plain.items()}
 
     def _step_of(self, batch: int) -> DialogueStep:
         if batch not in self.plain:
@@ -214,7 +219,7 @@ class DialogueStream:
 
     def unbind(self) -> None:
         """Gives the object its own method back, as it was. A stream that is open goes on where it is."""
-        del self.gen._step
+        self._replaced.release()
         self._graphs.release()
         self.plain, self.steps = {}, {}
 
