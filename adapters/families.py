@@ -100,6 +100,25 @@ FAMILIES: list[Family] = [
         shared=_SOLVER,
     ),
     Family(
+        name="lychee-fd",
+        models="Lychee-FD",
+        classes=("token2wav.Token2wav",),
+        methods=_TOKEN2WAV,
+        releases=(
+            Release(
+                "HITsz-TMG/Lychee-FD",
+                "7bb1068",
+                has=("stream_lookahead_len", "hift.forward"),
+                lacks=("n_timesteps", "bounded_vocoder"),
+                packaged=False,
+            ),  # fmt: skip
+        ),
+        adapter="cadence_fx.adapters.token2wav:Token2WavStream",
+        released="cadence_fx.adapters.token2wav:released_untrimmed",
+        modules=("token2wav", "token2wav_vocoder"),
+        shared=_SOLVER,
+    ),
+    Family(
         name="mimi",
         models="Moshi's codec",
         classes=("models.compression.MimiModel",),

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from cadence_fx.adapters.base import Binding, Replaced, compiler, replays
 from cadence_fx.adapters.token2wav_bounded import BoundedBinding, BoundedStep, FinalStep
-from cadence_fx.adapters.token2wav_geometry import FLUSH_TOKENS, Geometry, Reach
+from cadence_fx.adapters.token2wav_geometry import FLUSH_TOKENS, RELEASED_REACH, Geometry, Reach
 from cadence_fx.adapters.token2wav_steps import ConformerStep, FlowStep, Sliced, State, StepSet, Workspaces, shipped
 from cadence_fx.adapters.token2wav_vocoder import VocoderBinding, VocoderStep
 from cadence_fx.contract import Contract
@@ -411,3 +411,21 @@ class _Token2Wav:
 
 
 ADAPTER = _Token2Wav()
+
+
+def released() -> dict[str, Contract]:
+    """The contracts of MiniCPM-o 4.5: a prompt of 302 frames, 10 solver steps; the second package's own come last."""
+    geometry = Geometry(302, STEPS)
+    bounded = replace(geometry, two_rates=True)
+    found = [*_decoder(geometry), *(RELEASED_REACH.contract(bounded, joined=joined) for joined in (False, True))]
+    return {str(contract.name): contract for contract in (*found, RELEASED_REACH.final_contract(bounded))}
+
+
+def released_untrimmed() -> dict[str, Contract]:
+    """The contracts of Lychee-FD; that of the conformer is refused."""
+    return {str(contract.name): contract for contract in _decoder(Geometry(302, STEPS, trimmed=False))}
+
+
+def _decoder(geometry: Geometry) -> tuple[Contract, ...]:
+    vocoders = (geometry.vocoder_contract(overlap) for overlap in (0, 8))
+    return geometry.conformer_contract(), geometry.flow_contract(), *vocoders

@@ -8,6 +8,8 @@ Two packages install a top-level `stepaudio2`. The second one is imported under 
 absolute imports of `stepaudio2` are renamed as they are compiled, and nothing else in them is. `moshi` is the only one
 of its name.
 
+Lychee-FD is published as a repository: the environment variable CADENCE_LYCHEE_FD names a checkout of it.
+
 A package is looked for on `sys.path`, then in `vendor/<distribution>` of the environment, then in `.vendor/` of this
 repository, unpacked there itself or in a folder of the distribution's name.
 """
@@ -33,6 +35,7 @@ import numpy as np
 import torch._dynamo
 
 FOLDER = "stepaudio2"
+_UNPACKAGED = ("cosyvoice2", "flashcosyvoice")  # folders that a checkout imports from its own path
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -46,9 +49,13 @@ class Package:
     top: str  # the folder that it installs
     has: str  # what tells that folder from others of its name: something in it,
     lacks: str | None = None  # and something that is not
+    checkout: str | None = None  # for code that is not packaged, the environment variable that names a checkout
 
     def folder(self) -> Path | None:
         """Where its top-level folder is, None when it is not installed."""
+        if self.checkout is not None:
+            found = Path(os.environ.get(self.checkout, os.devnull), self.top)
+            return found if (found / self.has).exists() else None
         roots = [*map(Path, sys.path), Path(sys.prefix, "vendor", self.distribution), _REPOSITORY / ".vendor"]
         for root in (*roots, _REPOSITORY / ".vendor" / self.distribution):
             found = root / self.top
@@ -59,6 +66,10 @@ class Package:
 
 STEPAUDIO2 = Package("stepaudio2-minicpmo", "0.1.1", FOLDER, FOLDER, has="token2wav.py", lacks="causal_vocoder")
 MINICPMO_UTILS = Package("minicpmo-utils", "1.0.7", "minicpmo_utils_stepaudio2", FOLDER, has="causal_vocoder")
+LYCHEE_FD = Package(
+    "Lychee-FD", "7bb1068", "lychee_fd_step_audio2", "third_party/Step-Audio2", has="token2wav.py",
+    checkout="CADENCE_LYCHEE_FD",
+)  # fmt: skip
 MOSHI = Package("moshi", "0.2.13", "moshi", "moshi", has="conditioners")
 
 
@@ -78,6 +89,7 @@ _OPTIONAL: dict[str, dict[str, Any]] = {
     "s3tokenizer": {},
     "yaml": {},
     "hyperpyyaml": {"load_hyperpyyaml": None},
+    "soundfile": {},
     "librosa": {},
     "librosa.filters": {"mel": None},
     "scipy": {},
@@ -147,14 +159,19 @@ def _nothing_compiled() -> Iterator[None]:
 
 
 class _RenamingLoader(importlib.machinery.SourceFileLoader):
-    """Compiles a module of a renamed package: `from stepaudio2.x import y` becomes an import from its own name."""
+    """Compiles a module of a renamed package: `from stepaudio2.x import y` becomes an import from its own name, and so
+    does `from cosyvoice2.x import y` in a checkout that is on nobody's path."""
 
     def get_code(self, fullname: str) -> types.CodeType:
         path = self.get_filename(fullname)
         tree = ast.parse(self.get_data(path), path)
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == FOLDER:
-                node.module = fullname.partition(".")[0] + node.module[len(FOLDER) :]
+            if isinstance(node, ast.ImportFrom) and node.module:
+                top, root = node.module.partition(".")[0], fullname.partition(".")[0]
+                if top == FOLDER:
+                    node.module = root + node.module[len(FOLDER) :]
+                elif top in _UNPACKAGED:
+                    node.module = f"{root}.{node.module}"
         return compile(tree, path, "exec")  # never from or into the cache, which is keyed by path alone
 
 
@@ -181,6 +198,8 @@ def load(module: str, package: Package = STEPAUDIO2) -> types.ModuleType:
     """
     folder = package.folder()
     if folder is None:
+        if package.checkout is not None:
+            raise ModuleNotFoundError(f"{package.checkout} names no checkout of {package.distribution}")
         raise ModuleNotFoundError(
             f"{package.top} is not importable: pip install --no-deps {package.distribution}=={package.version}"
         )
