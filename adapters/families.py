@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module, metadata
 from operator import attrgetter
 from pathlib import Path
@@ -56,7 +56,7 @@ class Family:
     without the top-level package, which vendors rename; methods: what an object must have in every release, by dotted
     path; adapter: what binds one, called with the object and the options of `bind`, as "module:attribute" or as it is;
     released: a callable without arguments that gives the contracts of the released sizes, in the same form; modules:
-    the adapter's own modules and, after them in `shared`, those that other families use, too.
+    the adapter's own modules; shared: those that other families use, too.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Family:
     methods: tuple[str, ...] = ()
     released: str | Callable[[], dict[str, Contract]] | None = None
     modules: tuple[str, ...] = ()
-    shared: tuple[str, ...] = field(default=())
+    shared: tuple[str, ...] = ()
 
     def bind(self, given: Any, **options: Any) -> Binding:
         """The binding of an object; imports the adapter."""
@@ -82,7 +82,7 @@ class Family:
 _STREAMING = ("streaming", "streaming_forever", "reset_streaming", "set_streaming_state", "get_streaming_state")
 _TOKEN2WAV = ("stream", "set_stream_cache", "flow.setup_cache", "flow.inference_chunk", "flow.encoder.forward_chunk",
               "flow.decoder.forward_chunk")  # fmt: skip
-_SOLVER = ("token2wav_steps", "token2wav_geometry")
+_SHARED = ("token2wav", "token2wav_prompts", "token2wav_steps", "token2wav_geometry", "token2wav_released")
 
 FAMILIES: list[Family] = [
     Family(
@@ -92,12 +92,22 @@ FAMILIES: list[Family] = [
         methods=_TOKEN2WAV,
         releases=(
             Release("stepaudio2-minicpmo", "0.1.1", has=("n_timesteps", "hift.forward"), lacks=("bounded_vocoder",)),
-            Release("minicpmo-utils", "1.0.7", has=("n_timesteps", "bounded_vocoder.stream")),
         ),
         adapter="cadence_fx.adapters.token2wav:Token2WavStream",
-        released="cadence_fx.adapters.token2wav:released",
-        modules=("token2wav", "token2wav_vocoder", "token2wav_bounded"),
-        shared=_SOLVER,
+        released="cadence_fx.adapters.token2wav_released:packed",
+        modules=("token2wav_vocoder",),
+        shared=_SHARED,
+    ),
+    Family(
+        name="token2wav-causal",
+        models="MiniCPM-o 4.5 with its causal vocoder",
+        classes=("token2wav.Token2wav",),
+        methods=_TOKEN2WAV,
+        releases=(Release("minicpmo-utils", "1.0.7", has=("n_timesteps", "bounded_vocoder.stream")),),
+        adapter="cadence_fx.adapters.token2wav:Token2WavStream",
+        released="cadence_fx.adapters.token2wav_released:causal",
+        modules=("token2wav_bounded",),
+        shared=_SHARED,
     ),
     Family(
         name="lychee-fd",
@@ -111,12 +121,11 @@ FAMILIES: list[Family] = [
                 has=("stream_lookahead_len", "hift.forward"),
                 lacks=("n_timesteps", "bounded_vocoder"),
                 packaged=False,
-            ),  # fmt: skip
+            ),
         ),
         adapter="cadence_fx.adapters.token2wav:Token2WavStream",
-        released="cadence_fx.adapters.token2wav:released_untrimmed",
-        modules=("token2wav", "token2wav_vocoder"),
-        shared=_SOLVER,
+        released="cadence_fx.adapters.token2wav_released:untrimmed",
+        shared=(*_SHARED, "token2wav_vocoder"),
     ),
     Family(
         name="mimi",

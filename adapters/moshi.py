@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib import import_module
 from itertools import chain
 from typing import Any
 
@@ -248,3 +249,12 @@ class _Mimi:
 
 
 ADAPTER = _Mimi()
+
+
+def released() -> dict[str, Contract]:
+    """The contracts of the released codec for one stream, from the vendor's modules without memory behind them."""
+    loaders = import_module("moshi.models.loaders")
+    with torch.device("meta"):
+        mimi = loaders.get_mimi(None, device="meta", num_codebooks=8)
+    steps = (kind(mimi, 1, mimi.num_codebooks) for kind in (EncodeStep, DecodeStep))
+    return {step.contract_name: step.contract() for step in steps}

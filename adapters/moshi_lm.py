@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -234,3 +235,11 @@ class _Dialogue:
 
 
 ADAPTER = _Dialogue()
+
+
+def released() -> dict[str, Contract]:
+    """The contract of the released 7B model for one stream, from the vendor's modules without memory behind them."""
+    loaders, models = import_module("moshi.models.loaders"), import_module("moshi.models.lm")
+    with torch.device("meta"):
+        model = models.LMModel(device="meta", dtype=torch.bfloat16, **loaders._lm_kwargs)
+    return {"moshi.frame": DialogueStep(models.LMGen(model.eval()), 1).contract()}

@@ -37,7 +37,8 @@ from torch import Tensor, nn
 
 from cadence_fx.adapters.base import Binding, Replaced, compiler, replays
 from cadence_fx.adapters.token2wav_bounded import BoundedBinding, BoundedStep, FinalStep
-from cadence_fx.adapters.token2wav_geometry import FLUSH_TOKENS, RELEASED_REACH, Geometry, Reach
+from cadence_fx.adapters.token2wav_geometry import FLUSH_TOKENS, Geometry, Reach
+from cadence_fx.adapters.token2wav_prompts import NoPrompt, Prompts
 from cadence_fx.adapters.token2wav_steps import ConformerStep, FlowStep, Sliced, State, StepSet, Workspaces, shipped
 from cadence_fx.adapters.token2wav_vocoder import VocoderBinding, VocoderStep
 from cadence_fx.contract import Contract
@@ -59,7 +60,6 @@ __all__ = [
 
 log = logging.getLogger("cadence_fx")
 
-SILENCE_TOKEN = 4218  # what the first package pads a prompt's look-ahead with; others repeat the prompt's start
 STEPS = 10  # solver steps of objects that do not say: Lychee-FD has the number in its code
 
 
@@ -114,8 +114,7 @@ class Token2WavStream(Binding):
         self._sets: dict[tuple[int, int], StepSet] = {}
         self._primed: dict[StepSet, tuple[Any, State]] = {}
         self._restore: Callable[..., State] | None = None
-        self._name: Any = None
-        self._prompt: Any = None
+        self._prompts = Prompts(token2wav)
         self.steps: StepSet | None = None  # those of the prompt that `prime` has chosen, else of the first one
         with contextlib.ExitStack() as undo:
             replaced, self._vendor_setup = Replaced(), flow.setup_cache
@@ -135,32 +134,16 @@ class Token2WavStream(Binding):
             self._workspaces = Workspaces(flow.decoder)
             undo.callback(self._workspaces.release)
             undo.callback(Sliced(flow.decoder).release)
-            with contextlib.suppress(_NoPrompt):
+            with contextlib.suppress(NoPrompt):
                 steps = self._choose()
                 if (open_stream := getattr(token2wav, "stream_cache", None)) is not None:
                     token2wav.stream_cache = steps.declared(open_stream)
             self._undo = undo.pop_all()
 
     def _choose(self, name: Any = None) -> StepSet:
-        """Makes a prompt the one that `prime`, `reset` and `warm_up` are about. The first package keeps one, others
-        keep them by name, and one of these knows which is spoken with."""
-        cache, prepare = self.token2wav.cache, self.token2wav._prepare_prompt
-        if isinstance(cache, dict):
-            if name is None and len(cache) == 1:
-                (name,) = cache
-            name = getattr(self.token2wav, "_stream_prompt", None) if name is None else name
-            if name is not None and name not in cache:
-                cache[name] = prepare(name)
-            prompt = None if name is None else cache[name]
-        else:
-            prompt = cache if name is None else prepare(name)
-        if prompt is None:
-            raise _NoPrompt(
-                "which prompt is bound? Call set_stream_cache(prompt) first, or warm_up(prompts=[prompt])",
-                field="prompts",
-            )
-        self._name, self._prompt = name, prompt
-        self.steps = self._steps_of(prompt[3].shape[1], self._unprompted.steps)
+        """Makes a prompt the one that `prime`, `reset` and `warm_up` are about."""
+        self._prompts.choose(name)
+        self.steps = self._steps_of(self._prompts.frames, self._unprompted.steps)
         return self.steps
 
     def _steps_of(self, prompt: int, steps: int) -> StepSet:
@@ -214,26 +197,20 @@ class Token2WavStream(Binding):
     def _primed_state(self) -> State:
         """The state behind the prompt, where `snapshot` says."""
         steps = self._active
-        if steps in self._primed and self._primed[steps][0] is self._prompt:
+        if steps in self._primed and self._primed[steps][0] is self._prompts.prompt:
             return self._primed[steps][1]
-        tokens, _, speaker, mel, _ = self._prompt
-        padding = tokens[:, : self._unprompted.lookahead]
-        if not isinstance(self.token2wav.cache, dict):
-            padding = torch.full_like(padding, SILENCE_TOKEN)
-        primed = self._setup_cache(torch.cat([tokens, padding], dim=1), mel, speaker, steps.geometry.steps)
+        primer = self._prompts.primer(self._unprompted.lookahead)
+        primed = self._setup_cache(primer, self._prompts.mel, self._prompts.speaker, steps.geometry.steps)
         state = {name: primed[name].to(self.snapshot) for name in steps.state}
-        self._primed[steps] = self._prompt, state
+        self._primed[steps] = self._prompts.prompt, state
         return state
 
     @torch.inference_mode()
     def reset(self) -> None:
         """Starts a turn from the primed state, with nothing for the vocoder to join on to."""
         self.token2wav.stream_cache = None  # the last turn's state is given up before the next one takes its place
-        self.token2wav.stream_cache = self._begin(self._prompt[3].device)
-        if self._bounded:
-            self.token2wav._stream_prompt = self._name
-        elif not isinstance(self.token2wav.cache, dict):
-            self.token2wav.cache = self._prompt
+        self.token2wav.stream_cache = self._begin(self._prompts.mel.device)
+        self._prompts.speak()
         self.vocoder.start_turn()
 
     def _begin(self, device: torch.device) -> State:
@@ -273,7 +250,7 @@ class Token2WavStream(Binding):
         for prompt in prompts:  # the workspaces have their size before anything is captured
             self._choose(prompt)
         for prompt in prompts or [None]:
-            if prompt is not None or self._prompt is None:
+            if prompt is not None or self._prompts.prompt is None:
                 self._choose(prompt)
             if (steps := self._active) not in done:
                 done.add(steps)
@@ -283,7 +260,7 @@ class Token2WavStream(Binding):
         return results
 
     def _warm_up(self, verb: Callable[..., Any], steps: StepSet, parks: bool) -> list[Any]:
-        geometry, mel, flow = steps.geometry, self._prompt[3], self.token2wav.flow
+        geometry, mel, flow = steps.geometry, self._prompts.mel, self.token2wav.flow
         draw = torch.Generator().manual_seed(0)
         state = {name: value.to(mel.device, copy=True) for name, value in self._primed_state().items()}
         solver = [state.pop(name) for name in steps.SOLVER]
@@ -296,7 +273,7 @@ class Token2WavStream(Binding):
             if steps.refusal is None:
                 results.append(self._in_stream(verb, steps.conformer[last], token, *state.values()))
         mu = torch.randn(1, mel.shape[2], geometry.hop * geometry.rate, generator=draw).to(mel.device)
-        speaker = self._speaker(self._prompt[2])
+        speaker = self._speaker(self._prompts.speaker)
         results.append(self._in_stream(verb, steps.flow, mu, speaker, torch.zeros_like(mu), *solver))
         return results
 
@@ -306,7 +283,7 @@ class Token2WavStream(Binding):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*autocast", category=UserWarning)
             dtype = torch.float16 if self._bounded else torch.float32
-            context = torch.amp.autocast(self._prompt[3].device.type, dtype=dtype, enabled=not self._bounded)
+            context = torch.amp.autocast(self._prompts.mel.device.type, dtype=dtype, enabled=not self._bounded)
         with context:
             return verb(*arguments)
 
@@ -358,7 +335,7 @@ class Token2WavStream(Binding):
         self, token: Tensor, spk: Tensor, cache: State, last_chunk: bool = False, n_timesteps: int = STEPS
     ) -> tuple[Tensor, State]:
         """In place of the flow model's `inference_chunk`: mel (1, channels, f) and the next state, already trimmed."""
-        steps = self._steps_of(self._frames_of(spk), n_timesteps)
+        steps = self._steps_of(self._prompts.frames_of(spk) or self._active.geometry.prompt, n_timesteps)
         state = steps.declared(cache)
         flow, conformer = steps.flow, steps.conformer[last_chunk]
         memory: AbstractContextManager[Any] = nullcontext()
@@ -374,18 +351,6 @@ class Token2WavStream(Binding):
         with memory:
             mel, *solver = flow(mu, self._speaker(spk), torch.zeros_like(mu), *given[-2:])
         return mel, dict(zip(steps.state, (*kept, *solver), strict=True))
-
-    def _frames_of(self, speaker: Tensor) -> int:
-        """Frames of the prompt whose speaker a call brings: the vendor's `stream` trims by that prompt."""
-        cache = self.token2wav.cache
-        for prompt in cache.values() if isinstance(cache, dict) else (cache,):
-            if prompt is not None and prompt[2] is speaker:
-                return int(prompt[3].shape[1])
-        return self._active.geometry.prompt
-
-
-class _NoPrompt(ContractError):
-    """No prompt is known, or which one is not."""
 
 
 class _Token2Wav:
@@ -411,21 +376,3 @@ class _Token2Wav:
 
 
 ADAPTER = _Token2Wav()
-
-
-def released() -> dict[str, Contract]:
-    """The contracts of MiniCPM-o 4.5: a prompt of 302 frames, 10 solver steps; the second package's own come last."""
-    geometry = Geometry(302, STEPS)
-    bounded = replace(geometry, two_rates=True)
-    found = [*_decoder(geometry), *(RELEASED_REACH.contract(bounded, joined=joined) for joined in (False, True))]
-    return {str(contract.name): contract for contract in (*found, RELEASED_REACH.final_contract(bounded))}
-
-
-def released_untrimmed() -> dict[str, Contract]:
-    """The contracts of Lychee-FD; that of the conformer is refused."""
-    return {str(contract.name): contract for contract in _decoder(Geometry(302, STEPS, trimmed=False))}
-
-
-def _decoder(geometry: Geometry) -> tuple[Contract, ...]:
-    vocoders = (geometry.vocoder_contract(overlap) for overlap in (0, 8))
-    return geometry.conformer_contract(), geometry.flow_contract(), *vocoders

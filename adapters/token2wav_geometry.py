@@ -250,6 +250,3 @@ class Reach:
             ),
             name="token2wav.bounded.final",
         )
-
-
-RELEASED_REACH = Reach(block=16, f0_left=8, f0_right=3, history=31, right=5, samples=480, harmonics=9)

@@ -76,11 +76,9 @@ def needs(package: vendor.Package) -> pytest.MarkDecorator:
 
 
 CASES = [
+    pytest.param("token2wav", primed(vendor.STEPAUDIO2), speak, marks=needs(vendor.STEPAUDIO2), id="0.1.1"),
     pytest.param(
-        "token2wav", primed(vendor.STEPAUDIO2), speak, marks=needs(vendor.STEPAUDIO2), id="stepaudio2-minicpmo"
-    ),
-    pytest.param(
-        "token2wav", primed(vendor.MINICPMO_UTILS), speak, marks=needs(vendor.MINICPMO_UTILS), id="minicpmo-utils"
+        "token2wav-causal", primed(vendor.MINICPMO_UTILS), speak, marks=needs(vendor.MINICPMO_UTILS), id="1.0.7"
     ),
     pytest.param("lychee-fd", lychee, speak, marks=needs(vendor.STEPAUDIO2), id="lychee-fd"),
     pytest.param("mimi", opened(lambda: vendor.build_mimi(MIMI)), code, marks=needs(vendor.MOSHI), id="mimi"),
@@ -304,7 +302,7 @@ def test_a_family_of_ones_own_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_table_of_families_is_complete() -> None:
     for family in adapters.families():
-        assert family.classes and family.releases and family.modules and family.models
+        assert family.classes and family.releases and family.shared + family.modules and family.models
         assert isinstance(family.adapter, str)
 
 
