@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cadence_fx.adapters.base import Binding, Replaced, compiler
+from cadence_fx.adapters.base import Binding, compiler
 from cadence_fx.adapters.moshi_state import (
     HandWrittenGraphs,
     canonical,
@@ -51,7 +51,6 @@ __all__ = ["ADAPTER", "DecodeStep", "EncodeStep", "MimiStream"]
 class _Step(nn.Module):
     """A half of the codec, for `batch` streams and `codebooks` codes a frame."""
 
-    contract_name: str
     parts: tuple[str, ...]  # the attributes of the vendor's model that hold the state of this half
 
     def __init__(self, mimi: Any, batch: int, codebooks: int) -> None:
@@ -70,7 +69,7 @@ class _Step(nn.Module):
         mimi = self.mimi
         each = round(mimi.encoder_frame_rate / mimi.frame_rate)  # frames of the transformers in one of codes
         found = (regions(getattr(mimi, part), f"mimi.{part}", self.batch, each) for part in self.parts)
-        return Contract([Clock("frame", 1)], list(chain.from_iterable(found)), name=self.contract_name)
+        return Contract([Clock("frame", 1)], list(chain.from_iterable(found)))
 
     def example(self) -> Tensor:
         """A random argument of a call."""
@@ -84,7 +83,6 @@ class _Step(nn.Module):
 class EncodeStep(_Step):
     """Samples (batch, 1, 1920) to codes (batch, codebooks, 1) int64, by the vendor's own modules."""
 
-    contract_name = "mimi.encode"
     parts = ("encoder", "encoder_transformer", "downsample")
 
     def example(self) -> Tensor:
@@ -101,7 +99,6 @@ class EncodeStep(_Step):
 class DecodeStep(_Step):
     """Codes (batch, codebooks, 1) int64 to samples (batch, 1, 1920), by the vendor's own modules."""
 
-    contract_name = "mimi.decode"
     parts = ("decoder", "decoder_transformer", "upsample")
 
     def example(self) -> Tensor:
@@ -140,8 +137,10 @@ class MimiStream(Binding):
             the released codec.
     """
 
+    METHODS = ("encode", "decode", "encode_to_latent")
+
     def __init__(self, mimi: Any, *, backend: str | Callable[..., Any] | None = None, passes: Any = None) -> None:
-        check(mimi, "MimiModel")
+        check(mimi, "MimiModel", self.METHODS)
         both = mimi.encoder_transformer is not None and mimi.decoder_transformer is not None
         if not both or mimi.resample_method != "conv" or mimi.encoder_frame_rate == mimi.frame_rate:
             raise ContractError("only a codec with two transformers and learnt resampling is declared", field="mimi")
@@ -153,8 +152,7 @@ class MimiStream(Binding):
         self._compiled = compiler(backend, passes, dynamic=False)
         self._made: list[Any] = []  # codebooks whose table was not there before
         self._graphs, self._uncompiled = HandWrittenGraphs(), uncompiled(mimi)
-        self._replaced = Replaced()
-        self._replaced.put(mimi, encode=self._encode, decode=self._decode, encode_to_latent=self._encode_to_latent)
+        mimi.encode, mimi.decode, mimi.encode_to_latent = self._encode, self._decode, self._encode_to_latent
 
     @torch.no_grad()
     def warm_up(self, verb: Callable[..., Any], batch: int = 1) -> list[Any]:
@@ -170,18 +168,6 @@ class MimiStream(Binding):
                 step = self._step(kind, state.batch_size, mimi.num_codebooks)
                 results.append(verb(self.steps[step], step.example().to(state.device)))
         return results
-
-    def compiled(self) -> dict[str, Callable[..., Any]]:
-        return {name: self.steps[step] for name, step in self._named().items()}
-
-    def contracts(self) -> dict[str, Contract]:
-        return {name: step.contract() for name, step in self._named().items()}
-
-    def _named(self) -> dict[str, _Step]:
-        return {
-            f"{kind.contract_name}[batch={batch}, codebooks={codebooks}]": step
-            for (kind, batch, codebooks), step in self.plain.items()
-        }
 
     def _step(self, kind: type[_Step], batch: int, codebooks: int) -> _Step:
         """The plain step; the compiled one is in `steps`. Every table that it reads exists afterwards."""
@@ -230,9 +216,20 @@ class MimiStream(Binding):
             result: Tensor = self.steps[step](canonical(given))
         return result
 
+    def compiled(self) -> dict[str, Callable[..., Any]]:
+        return {name: self.steps[step] for name, step in self._named().items()}
+
+    def contracts(self) -> dict[str, Contract]:
+        return {name: step.contract() for name, step in self._named().items()}
+
+    def _named(self) -> dict[str, Any]:
+        named = self.plain.items()
+        return {f"{kind.__name__}[batch={batch}, codebooks={n}]": step for (kind, batch, n), step in named}
+
     def unbind(self) -> None:
         """Gives the object its own methods back, as it was. A stream that is open goes on where it is."""
-        self._replaced.release()
+        mimi = self.mimi
+        del mimi.encode, mimi.decode, mimi.encode_to_latent
         self._graphs.release()
         for codebook in self._made:
             codebook._embedding = None
@@ -256,5 +253,4 @@ def released() -> dict[str, Contract]:
     loaders = import_module("moshi.models.loaders")
     with torch.device("meta"):
         mimi = loaders.get_mimi(None, device="meta", num_codebooks=8)
-    steps = (kind(mimi, 1, mimi.num_codebooks) for kind in (EncodeStep, DecodeStep))
-    return {step.contract_name: step.contract() for step in steps}
+    return {kind.__name__: kind(mimi, 1, mimi.num_codebooks).contract() for kind in (EncodeStep, DecodeStep)}

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cadence_fx.adapters.base import Binding, Replaced, compiler
+from cadence_fx.adapters.base import Binding, compiler
 from cadence_fx.adapters.moshi_state import (
     HandWrittenGraphs,
     canonical,
@@ -108,7 +108,7 @@ class DialogueStep(nn.Module):
             for name, (axis, retention) in own.items()
         ]
         main = regions(self.gen.lm_model.transformer, "gen.lm_model.transformer", self.batch)
-        return Contract([Clock("frame", 1)], [*dialogue, *main], name="moshi.frame")
+        return Contract([Clock("frame", 1)], [*dialogue, *main])
 
     def example(self) -> Tensor:
         """Random codes."""
@@ -147,8 +147,10 @@ class DialogueStream(Binding):
             classifier-free guidance, or its main transformer attends to more than its own past.
     """
 
+    METHODS = ("_step",)
+
     def __init__(self, gen: Any, *, backend: str | Callable[..., Any] | None = None, passes: Any = None) -> None:
-        check(gen, "LMGen")
+        check(gen, "LMGen", self.METHODS)
         if gen.lm_model.depformer is None or gen.cfg_coef != 1.0:
             raise ContractError("only a model with a depth transformer, without guidance, is declared", field="gen")
         check_attention(gen.lm_model.transformer, "LMGen")
@@ -158,8 +160,7 @@ class DialogueStream(Binding):
         self.steps: dict[DialogueStep, Callable[..., Any]] = {}
         self._compiled = compiler(backend, passes, dynamic=False)
         self._graphs, self._uncompiled = HandWrittenGraphs(), uncompiled(gen)
-        self._replaced = Replaced()
-        self._replaced.put(gen, _step=self._step)
+        gen._step = self._step
 
     @torch.no_grad()
     def warm_up(self, verb: Callable[..., Any], batch: int = 1) -> Any:
@@ -173,12 +174,6 @@ class DialogueStream(Binding):
             self._graphs.turn_off(state)
             step = self._step_of(state.batch_size)
             return verb(self.steps[step], step.example().to(state.device))
-
-    def compiled(self) -> dict[str, Callable[..., Any]]:
-        return {f"moshi.frame[batch={batch}]": self.steps[step] for batch, step in self.plain.items()}
-
-    def contracts(self) -> dict[str, Contract]:
-        return {f"moshi.frame[batch={batch}]": step.contract() for batch, step in self.plain.items()}
 
     def _step_of(self, batch: int) -> DialogueStep:
         if batch not in self.plain:
@@ -218,9 +213,19 @@ class DialogueStream(Binding):
         speaks = gen.support_out_of_sync or state.offset_cpu > gen.max_delay
         return (tokens, hidden) if speaks else None
 
+    def compiled(self) -> dict[str, Callable[..., Any]]:
+        return {self._name(step): compiled for step, compiled in self.steps.items()}
+
+    def contracts(self) -> dict[str, Contract]:
+        return {self._name(step): step.contract() for step in self.steps}
+
+    @staticmethod
+    def _name(step: DialogueStep) -> str:
+        return f"{type(step).__name__}[batch={step.batch}]"
+
     def unbind(self) -> None:
         """Gives the object its own method back, as it was. A stream that is open goes on where it is."""
-        self._replaced.release()
+        del self.gen._step
         self._graphs.release()
         self.plain, self.steps = {}, {}
 
@@ -242,4 +247,4 @@ def released() -> dict[str, Contract]:
     loaders, models = import_module("moshi.models.loaders"), import_module("moshi.models.lm")
     with torch.device("meta"):
         model = models.LMModel(device="meta", dtype=torch.bfloat16, **loaders._lm_kwargs)
-    return {"moshi.frame": DialogueStep(models.LMGen(model.eval()), 1).contract()}
+    return {DialogueStep.__name__: DialogueStep(models.LMGen(model.eval()), 1).contract()}

@@ -10,7 +10,7 @@ import contextlib
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from cadence_fx.contract import Region
-from cadence_fx.errors import ContractError
+from cadence_fx.errors import AlreadyBound, ContractError
 from cadence_fx.retention import Pinned, Retention, Ring
 
 VERSIONS = ("0.2.13",)
 
 
-def check(given: Any, expected: str) -> None:
-    """Raises ContractError unless an object is of a class and version that is declared here."""
+def check(given: Any, expected: str, methods: Iterable[str]) -> None:
+    """Raises ContractError unless an object is of a class and version that is declared here, and not bound yet."""
     package = type(given).__module__.partition(".")[0]
     version = getattr(sys.modules.get(package), "__version__", None)
     if expected not in {kind.__name__ for kind in type(given).__mro__} or version not in VERSIONS:
@@ -33,6 +33,8 @@ def check(given: Any, expected: str) -> None:
         raise ContractError(
             f"expected the {expected} of moshi {' or '.join(VERSIONS)}, found a {found}", field=expected
         )
+    if not vars(given).keys().isdisjoint(methods):
+        raise AlreadyBound(expected)
 
 
 def check_attention(root: nn.Module, expected: str) -> None:
