@@ -15,6 +15,7 @@ from cadence_fx.passes.batch_copies import BatchCopies
 from cadence_fx.passes.captured import CapturedGraph, CapturedNode, Edit, EditContext
 from cadence_fx.passes.clear_once import ClearOnce
 from cadence_fx.passes.cleared_products import ClearedProducts
+from cadence_fx.passes.constant_writes import ConstantWrites
 from cadence_fx.passes.drop_scalings import DropScalings
 from cadence_fx.passes.elide_copies import ElideCopies
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
@@ -55,6 +56,7 @@ __all__ = [
     "CapturedNode",
     "Choice",
     "ClearOnce",
+    "ConstantWrites",
     "ClearedProducts",
     "Branches",
     "BatchCopies",

@@ -20,6 +20,7 @@ from cadence_fx.passes.batch_copies import BatchCopies
 from cadence_fx.passes.captured import Edit
 from cadence_fx.passes.clear_once import ClearOnce
 from cadence_fx.passes.cleared_products import ClearedProducts
+from cadence_fx.passes.constant_writes import ConstantWrites
 from cadence_fx.passes.drop_scalings import DropScalings
 from cadence_fx.passes.elide_copies import ElideCopies
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
@@ -80,6 +81,7 @@ def _all() -> list[Pass]:
         HoistHostReads(),  # before constants are folded: what it opens reads some
         FoldHostConstants(),  # before the states are followed: what it leaves behind is constant and on the device
         SplitHost(),  # after the constants: what is left on the host changes from call to call
+        ConstantWrites(),  # before constants are merged and kept, which memory that is written never is
         MergeCommon(),  # before the states are written in place: nothing is written yet that the code does not write
         ForwardStores(),  # before the states are followed: what they are made of is then closer at hand
         ElideCopies(),  # after the stores: some copies were made of memory that is gone

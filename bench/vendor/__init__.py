@@ -10,7 +10,16 @@ from bench.vendor.lychee import build_lychee, interleaved_by_reference
 from bench.vendor.mimi import MIMI, SMALL_MIMI, MimiSizes, build_mimi
 from bench.vendor.modules import build_causal_vocoder, build_flow, build_vocoder
 from bench.vendor.moshi_lm import MOSHI_7B, SMALL_MOSHI, MoshiSizes, build_lm_gen
-from bench.vendor.packages import LYCHEE_FD, MINICPMO_UTILS, MOSHI, STEPAUDIO2, Package, available, load
+from bench.vendor.packages import (
+    LYCHEE_FD,
+    MINICPMO_UTILS,
+    MOSHI,
+    STEPAUDIO2,
+    VLLM_OMNI,
+    Package,
+    available,
+    load,
+)
 from bench.vendor.sizes import RELEASED, SMALL, TINY, Prompt, Sizes, build_prompt, build_tokens
 from bench.vendor.token2wav import build_token2wav, start_turn
 
@@ -26,6 +35,7 @@ __all__ = [
     "SMALL_MOSHI",
     "STEPAUDIO2",
     "TINY",
+    "VLLM_OMNI",
     "MimiSizes",
     "MoshiSizes",
     "Package",

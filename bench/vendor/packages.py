@@ -22,6 +22,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import logging
 import math
 import os
 import sys
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch._dynamo
 
 FOLDER = "stepaudio2"
@@ -71,6 +73,10 @@ LYCHEE_FD = Package(
     checkout="CADENCE_LYCHEE_FD",
 )  # fmt: skip
 MOSHI = Package("moshi", "0.2.13", "moshi", "moshi", has="conditioners")
+# One folder of it, under a name of its own: the packages around it import a serving engine.
+VLLM_OMNI = Package(
+    "vllm-omni", "0.30.0", "vllm_omni_minicpmo", "vllm_omni/model_executor/models/minicpmo_4_5", has="pipeline.py"
+)
 
 
 def _get_window(name: str, length: int, fftbins: bool = True) -> np.ndarray:
@@ -80,7 +86,18 @@ def _get_window(name: str, length: int, fftbins: bool = True) -> np.ndarray:
     return np.asarray([0.5 - 0.5 * math.cos(2 * math.pi * i / length) for i in range(length)])
 
 
-# What the vendor imports but the decoder never calls (get_window apart).
+class _Platform:
+    """The part of vLLM's that a capture asks for: one pool for all graphs of the process."""
+
+    pool: Any = None
+
+    @classmethod
+    def get_global_graph_pool(cls) -> Any:
+        cls.pool = cls.pool or torch.cuda.graph_pool_handle()
+        return cls.pool
+
+
+# What the vendors import but the decoders never call; get_window, the logger and the pool apart.
 _OPTIONAL: dict[str, dict[str, Any]] = {
     "onnxruntime": {},
     "torchaudio": {},
@@ -101,6 +118,9 @@ _OPTIONAL: dict[str, dict[str, Any]] = {
     "safetensors": {},
     "safetensors.torch": {"load_file": None},
     "sentencepiece": {"SentencePieceProcessor": None},
+    "vllm": {},
+    "vllm.logger": {"init_logger": logging.getLogger},
+    "vllm.platforms": {"current_platform": _Platform},
 }
 
 
@@ -147,15 +167,16 @@ def _dynamo_config_kept() -> Iterator[None]:
 @contextlib.contextmanager
 def _nothing_compiled() -> Iterator[None]:
     """`moshi` decides while it is imported whether Inductor compiles two of its functions on a GPU. Here they are left
-    eager, as they are elsewhere, and that is what bytes are compared with."""
-    kept = os.environ.get("NO_TORCH_COMPILE")
+    eager, as they are elsewhere, and that is what bytes are compared with; unless the variable is set already, to
+    whatever it is."""
+    if "NO_TORCH_COMPILE" in os.environ:
+        yield
+        return
     os.environ["NO_TORCH_COMPILE"] = "1"
     try:
         yield
     finally:
         del os.environ["NO_TORCH_COMPILE"]
-        if kept is not None:
-            os.environ["NO_TORCH_COMPILE"] = kept
 
 
 class _RenamingLoader(importlib.machinery.SourceFileLoader):

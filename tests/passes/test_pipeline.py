@@ -159,6 +159,7 @@ def test_default_order() -> None:
         "hoist_host_reads",
         "fold_host_constants",
         "split_host",
+        "constant_writes",
         "merge_common",
         "forward_stores",
         "elide_copies",
