@@ -75,7 +75,7 @@ class Bound:
 
     @property
     def binding(self) -> Any:
-        """What the family's adapter made, with what is particular to it; it has a page in docs/adapters.md."""
+        """What the family's adapter made, with what is particular to its family (docs/adapters.md)."""
         return self._open("binding")
 
     def warm_up(self, **options: Any) -> list[Report]:

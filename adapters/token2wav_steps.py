@@ -199,6 +199,7 @@ class Workspaces:
         """Solver rows of the buffers as shipped."""
         return next((shape[0] for _, _, shape, _ in self._shipped), self._decoder.att_cache_buffer.shape[0])
 
+    @torch.inference_mode(False)
     def fit(self, geometry: Geometry) -> None:
         """Room for these steps, in tensors that calls in any mode may write."""
         rows, frames = geometry.steps, geometry.flow_contract().envelope("workspace")
@@ -209,10 +210,9 @@ class Workspaces:
         depth, heads, width = len(estimator.blocks), first.attn.num_heads, 2 * first.attn.head_dim
         channels = first.conv.in_channels + first.conv.out_channels
         keep = not self._shipped
-        with torch.inference_mode(False):
-            for owner, axis in ((decoder, (rows,)), (estimator, ())):
-                self._replace(owner, "att_cache_buffer", (*axis, depth, 2, heads, frames, width), keep)
-                self._replace(owner, "cnn_cache_buffer", (*axis, depth, 2, channels, 2), keep)
+        for owner, axis in ((decoder, (rows,)), (estimator, ())):
+            self._replace(owner, "att_cache_buffer", (*axis, depth, 2, heads, frames, width), keep)
+            self._replace(owner, "cnn_cache_buffer", (*axis, depth, 2, channels, 2), keep)
         if self._parked:
             self.park()
 
@@ -236,6 +236,7 @@ class Workspaces:
     def awake(self) -> AbstractContextManager[Awake]:
         return awake(self._buffers)
 
+    @torch.inference_mode(False)
     def release(self) -> None:
         while self._shipped:
             owner, name, shape, kept = self._shipped.pop()

@@ -113,7 +113,8 @@ def fingerprint(given: Any) -> dict[str, Any]:
             for inner, each in [("", value), *groups]:
                 where = f"{name}.{key}[{inner}]"
                 if isinstance(each, torch.Tensor):
-                    found[where] = (each.shape, each.dtype, digest(each))
+                    made = each.is_inference() if key in ("_buffers", "_parameters") else None
+                    found[where] = (each.shape, each.dtype, made, digest(each))
                 elif isinstance(each, types.MethodType):
                     found[where] = each
                 else:
