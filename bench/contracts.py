@@ -68,7 +68,7 @@ def _is_text(node: ast.stmt) -> bool:
 def _lines(modules: Sequence[str]) -> str:
     counts = [lines_of(module) for module in modules]
     each = ", ".join(f"`{module}` {count}" for module, count in zip(modules, counts, strict=True))
-    return f"{sum(counts)} lines: {each}" if counts else "none of its own"
+    return f"{sum(counts)} lines: {each}" if counts else "none"
 
 
 def _clocks(contract: Contract) -> str:
