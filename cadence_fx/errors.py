@@ -304,9 +304,12 @@ class UnknownFamily(CadenceError):
         """``families``: the classes that each family binds."""
         self.found = found
         self.families = {name: tuple(classes) for name, classes in families.items()}
-        names = {each.rpartition(".")[2]: name for name, classes in self.families.items() for each in classes}
+        names: dict[str, list[str]] = {}
+        for name, classes in self.families.items():
+            for each in classes:
+                names.setdefault(each.rpartition(".")[2], []).append(repr(name))
         near = nearest_name(found.rpartition(".")[2], list(names))
-        hint = f" Did you mean a {near}, of {names[near]!r}?" if near else ""
+        hint = f" Did you mean a {near}, of {' or '.join(names[near])}?" if near else ""
         known = "; ".join(f"{name}: {', '.join(classes)}" for name, classes in self.families.items())
         super().__init__(
             f"no family binds an object of the class {found!r}.{hint} Known are {known or 'none'}. Bind one of these, "

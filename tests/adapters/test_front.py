@@ -222,7 +222,7 @@ def test_a_class_of_no_family_is_an_error_with_the_nearest_one() -> None:
     class MimiModell:
         pass
 
-    with pytest.raises(UnknownFamily, match=r"Did you mean a MimiModel, of 'mimi'\?.*token2wav: token2wav.Token2wav"):
+    with pytest.raises(UnknownFamily, match=r"Did you mean a MimiModel, of 'mimi'.*token2wav: token2wav.Token2wav"):
         adapters.bind(MimiModell())
     with pytest.raises(UnknownFamily, match="'builtins.int'"):
         adapters.bind(3)

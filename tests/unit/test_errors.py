@@ -54,6 +54,7 @@ EXAMPLES: list[tuple[CadenceError, str, list[str]]] = [
         "unknown_family",
         ["'moshi.models.lm.LMGenerator'", "Did you mean a LMGen, of 'moshi'?", "other: a.B, c.D"],
     ),
+    (errors.UnknownFamily("z.LMGem", {"a": ["b.LMGen"], "c": ["b.LMGen"]}), "unknown_family", ["of 'a' or 'c'?"]),
     (errors.UnknownFamily("a.Q", {}), "unknown_family", ["'a.Q'", "none"]),
     (
         errors.VendorMismatch("a.B", {"b 1.0": ["version 2.0 found", "no 'f'"], "c 3.0": ["no 'g'"]}),
