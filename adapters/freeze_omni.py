@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cadence_fx.adapters.base import compiler
+from cadence_fx.adapters.base import Binding, compiler
 from cadence_fx.clock import Clock
 from cadence_fx.contract import Contract, Input
-from cadence_fx.errors import ContractError
+from cadence_fx.errors import AlreadyBound, ContractError
 
 __all__ = ["ADAPTER", "FreezeOmniStream", "WindowStep", "Windows", "released"]
 
@@ -75,7 +75,7 @@ class WindowStep(nn.Module):
         return samples
 
 
-class FreezeOmniStream:
+class FreezeOmniStream(Binding):
     """A vendor's speech decoder whose windows of tokens run as a compiled step; used as before.
 
     While bound, the codec's `forward` is a method of this object. All else, `llm2TTS.run` with its windows and its
@@ -114,7 +114,7 @@ class FreezeOmniStream:
         self.vqvae.forward = self._forward
 
     @torch.no_grad()
-    def warm_up(self, verb: Callable[..., Any], dtype: torch.dtype | None = torch.bfloat16) -> list[Any]:
+    def warm_up(self, verb: Callable[..., Any], *, dtype: torch.dtype | None = torch.bfloat16) -> list[Any]:
         """`verb(step, *arguments)` as `cadence_fx.warm_up` asks for; returns what it returned. Tokens are random.
 
         It runs in the modes of the vendor's `run`: no grad, and autocast of the codec's device to `dtype`; None for
@@ -134,10 +134,6 @@ class FreezeOmniStream:
     def contracts(self) -> Mapping[str, Contract]:
         """Its contract, by the same name."""
         return {"window": self.windows.contract()}
-
-    def refused(self) -> Mapping[str, str]:
-        """Nothing that is declared is unbounded."""
-        return {}
 
     def _forward(self, x: Tensor, global_style_token: Tensor) -> Tensor:
         """In place of the codec's `forward`: codes (batch, n, code groups) to samples (batch, 1, 600 * n)."""
@@ -170,7 +166,7 @@ def _codec(speech: Any) -> Any:
             f"expected llm2TTS, VqvaeTester or VQVAE of Freeze-Omni at 3e17af4, found {found}", field="speech"
         )
     if "forward" in vars(vqvae):
-        raise ContractError("this object is bound already: unbind the other stream first", field="speech")
+        raise AlreadyBound("VQVAE")
     if any(hasattr(module, "weight_g") for module in vqvae.generator.modules()):
         raise ContractError(
             "the generator computes its weights in every call: generator.remove_weight_norm(), as llm2TTS does",

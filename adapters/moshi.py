@@ -21,13 +21,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from importlib import import_module
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cadence_fx.adapters.base import compiler
+from cadence_fx.adapters.base import Binding, compiler
 from cadence_fx.adapters.moshi_state import (
     MOSHI,
     Field,
@@ -141,7 +142,7 @@ def _drawn() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-class MimiStream:
+class MimiStream(Binding):
     """A vendor's `MimiModel` whose `encode` and `decode` of one frame are compiled steps; used as before.
 
     While bound, `encode`, `decode` and `encode_to_latent` are methods of this object, and the graphs that the vendor
@@ -246,6 +247,16 @@ class MimiStream:
             return "undeclared size"
         return step if step.streams() else "detached layers"
 
+    def compiled(self) -> dict[str, Callable[..., Any]]:
+        return {name: self.steps[step] for name, step in self._named().items()}
+
+    def contracts(self) -> dict[str, Contract]:
+        return {name: step.contract() for name, step in self._named().items()}
+
+    def _named(self) -> dict[str, Any]:
+        named = self.plain.items()
+        return {f"{kind.__name__}[batch={batch}, codebooks={n}]": step for (kind, batch, n), step in named}
+
     def unbind(self) -> None:
         """Gives the object its own methods back, as it was. A stream that is open goes on where it is."""
         mimi = self.mimi
@@ -266,3 +277,11 @@ class _Mimi:
 
 
 ADAPTER = _Mimi()
+
+
+def released() -> dict[str, Contract]:
+    """The contracts of the released codec for one stream, from the vendor's modules without memory behind them."""
+    loaders = import_module("moshi.models.loaders")
+    with torch.device("meta"):
+        mimi = loaders.get_mimi(None, device="meta", num_codebooks=8)
+    return {kind.__name__: kind(mimi, 1, mimi.num_codebooks).contract() for kind in (EncodeStep, DecodeStep)}

@@ -14,12 +14,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cadence_fx.adapters.base import compiler
+from cadence_fx.adapters.base import Binding, compiler
 from cadence_fx.adapters.moshi_state import (
     MOSHI,
     HandWrittenGraphs,
@@ -137,7 +138,7 @@ class DialogueStep(nn.Module):
         return tokens, hidden
 
 
-class DialogueStream:
+class DialogueStream(Binding):
     """A vendor's `LMGen` whose `step` is one compiled step; used as before.
 
     While bound, `_step`, which the vendor's `step` and `step_with_extra_heads` call, is a method of this object, and
@@ -223,6 +224,16 @@ class DialogueStream:
         speaks = gen.support_out_of_sync or state.offset_cpu > gen.max_delay
         return (tokens, hidden) if speaks else None
 
+    def compiled(self) -> dict[str, Callable[..., Any]]:
+        return {self._name(step): compiled for step, compiled in self.steps.items()}
+
+    def contracts(self) -> dict[str, Contract]:
+        return {self._name(step): step.contract() for step in self.steps}
+
+    @staticmethod
+    def _name(step: DialogueStep) -> str:
+        return f"{type(step).__name__}[batch={step.batch}]"
+
     def unbind(self) -> None:
         """Gives the object its own methods back, as it was. A stream that is open goes on where it is."""
         for name in self.METHODS:
@@ -241,3 +252,11 @@ class _Dialogue:
 
 
 ADAPTER = _Dialogue()
+
+
+def released() -> dict[str, Contract]:
+    """The contract of the released 7B model for one stream, from the vendor's modules without memory behind them."""
+    loaders, models = import_module("moshi.models.loaders"), import_module("moshi.models.lm")
+    with torch.device("meta"):
+        model = models.LMModel(device="meta", dtype=torch.bfloat16, **loaders._lm_kwargs)
+    return {DialogueStep.__name__: DialogueStep(models.LMGen(model.eval()), 1).contract()}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from cadence_fx.contract import Region
-from cadence_fx.errors import ContractError
+from cadence_fx.errors import AlreadyBound, ContractError
 from cadence_fx.retention import Pinned, Retention, Ring
 
 Field = tuple[str, int, Retention]  # of a layer's state: its name, axis and retention
@@ -48,7 +48,7 @@ def check(given: Any, expected: str, methods: Iterable[str], family: Family = MO
         wanted = f"{family.name} {' or '.join(family.versions)}"
         raise ContractError(f"expected the {expected} of {wanted}, found a {found}", field=expected)
     if not vars(given).keys().isdisjoint(methods):
-        raise ContractError("this object is bound already: unbind the other stream first", field=expected)
+        raise AlreadyBound(expected)
 
 
 def _package_of(given: Any) -> str:

@@ -8,6 +8,8 @@ Two packages install a top-level `stepaudio2`, two a top-level `moshi`, and one 
 second one of each pair and the last are imported under names of their own: their modules' absolute imports are renamed
 as they are compiled, and nothing else in them is.
 
+Lychee-FD is published as a repository: the environment variable CADENCE_LYCHEE_FD names a checkout of it.
+
 A package is looked for on `sys.path`, then in `vendor/<distribution>` of the environment, then in `.vendor/` of this
 repository, unpacked there itself or in a folder of the distribution's name. One that is on no index is looked for in
 the checkout that an environment variable names, and nowhere else.
@@ -36,6 +38,7 @@ import torch
 import torch._dynamo
 
 FOLDER = "stepaudio2"
+_UNPACKAGED = ("cosyvoice2", "flashcosyvoice")  # folders that a checkout imports from its own path
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -69,6 +72,10 @@ class Package:
 
 STEPAUDIO2 = Package("stepaudio2-minicpmo", "0.1.1", FOLDER, FOLDER, has="token2wav.py", lacks="causal_vocoder")
 MINICPMO_UTILS = Package("minicpmo-utils", "1.0.7", "minicpmo_utils_stepaudio2", FOLDER, has="causal_vocoder")
+LYCHEE_FD = Package(
+    "Lychee-FD", "7bb1068", "lychee_fd_step_audio2", "third_party/Step-Audio2", has="token2wav.py",
+    checkout="CADENCE_LYCHEE_FD",
+)  # fmt: skip
 MOSHI = Package("moshi", "0.2.13", "moshi", "moshi", has="conditioners")
 PERSONAPLEX = Package(
     "moshi-personaplex", "0.1.0", "personaplex_moshi", "moshi", has="offline.py", lacks="conditioners",
@@ -110,6 +117,7 @@ _OPTIONAL: dict[str, dict[str, Any]] = {
     "s3tokenizer": {},
     "yaml": {},
     "hyperpyyaml": {"load_hyperpyyaml": None},
+    "soundfile": {},
     "librosa": {},
     "librosa.filters": {"mel": None},
     "scipy": {},
@@ -127,7 +135,6 @@ _OPTIONAL: dict[str, dict[str, Any]] = {
     "vllm": {},
     "vllm.logger": {"init_logger": logging.getLogger},
     "vllm.platforms": {"current_platform": _Platform},
-    "soundfile": {},
     "transformers": {"LlamaConfig": None},
     "transformers.cache_utils": {"DynamicCache": None},
     "transformers.models": {},
@@ -197,7 +204,8 @@ _tops: dict[str, str] = {}  # name of a renamed package -> the name that its mod
 
 
 class _RenamingLoader(importlib.machinery.SourceFileLoader):
-    """Compiles a module of a renamed package: `from stepaudio2.x import y` becomes an import from its own name."""
+    """Compiles a module of a renamed package: `from stepaudio2.x import y` becomes an import from its own name, and so
+    does `from cosyvoice2.x import y` in a checkout that is on nobody's path."""
 
     def get_code(self, fullname: str) -> types.CodeType:
         path = self.get_filename(fullname)
@@ -205,9 +213,12 @@ class _RenamingLoader(importlib.machinery.SourceFileLoader):
         top = _tops[name]
         tree = ast.parse(self.get_data(path), path)
         for node in ast.walk(tree):
-            absolute = isinstance(node, ast.ImportFrom) and node.module and not node.level
-            if absolute and node.module.split(".")[0] == top:
+            if not isinstance(node, ast.ImportFrom) or not node.module or node.level:
+                continue
+            if (first := node.module.partition(".")[0]) == top:
                 node.module = name + node.module[len(top) :]
+            elif first in _UNPACKAGED:
+                node.module = f"{name}.{node.module}"
         return compile(tree, path, "exec")  # never from or into the cache, which is keyed by path alone
 
 
@@ -236,7 +247,7 @@ def load(module: str, package: Package = STEPAUDIO2) -> types.ModuleType:
     if folder is None:
         remedy = f"pip install --no-deps {package.distribution}=={package.version}"
         if package.checkout is not None:
-            remedy = f"let {package.checkout} name a clone of the repository of {package.distribution}"
+            remedy = f"{package.checkout} names no checkout of {package.distribution}"
         raise ModuleNotFoundError(f"{package.top} is not importable: {remedy}")
     if package.name not in sys.modules:
         root = types.ModuleType(package.name)

@@ -1,0 +1,76 @@
+"""docs/adapters.md: its tables are what the adapters make, the two lines of each family run, and adapters are short."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+import cadence_fx
+from bench import contracts, vendor
+from cadence_fx import adapters
+from cadence_fx.adapters import front
+
+PAGE = contracts.PAGE.read_text()
+SECTIONS = dict(re.findall(r"^## (.+?)\n(.+?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+LONGEST = 314  # executable lines of the paper's longest adapter
+
+needs_moshi = pytest.mark.skipif(not vendor.available(vendor.MOSHI), reason="moshi is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore:.*autocast")
+
+
+@needs_moshi
+def test_the_tables_are_what_the_adapters_make() -> None:
+    assert contracts.written(PAGE, contracts.tables()) == PAGE, "run python -m bench.contracts --write"
+    assert PAGE.count("| refused |") == 1 and "ceil((2,451 - 151) / 25) + 1 = 93, and 64 are allowed" in PAGE
+    for family in adapters.families():
+        assert f"\n| {family.name} | {family.models} |" in PAGE
+        assert f"\n| {family.name} | `" in PAGE or family.released is None
+
+
+def test_no_adapter_is_longer_than_the_papers() -> None:
+    for family in adapters.families():
+        own = sum(map(contracts.lines_of, family.modules))
+        assert own <= LONGEST, f"{family.name}: {own} executable lines of its own"
+        assert all(contracts.lines_of(module) <= LONGEST for module in family.shared)
+    counted = {module for family in adapters.families() for module in (*family.modules, *family.shared)}
+    common = {"__init__", "base", "families", "front", "registry"}
+    assert counted | common == {path.stem for path in (contracts.ROOT / "adapters").glob("*.py")}
+
+
+def test_lines_are_those_on_which_a_statement_begins() -> None:
+    source = '"""Text."""\n# comment\nx = [\n    1,\n]\ndef f():\n    """More."""\n    if x:\n        return x\n'
+    assert contracts.executable_lines(source) == 4
+
+
+def test_a_page_without_marks_is_an_error() -> None:
+    with pytest.raises(ValueError, match="has no"):
+        contracts.written("# Families", "table")
+
+
+def test_the_adapter_from_scratch_has_less_than_sixty_lines() -> None:
+    (block,) = [each for each in re.findall(r"```python\n(.+?)```", PAGE, re.DOTALL) if "(adapters.Binding)" in each]
+    assert len([line for line in block.splitlines() if line.strip()]) < 60
+
+
+@needs_moshi
+@pytest.mark.skipif(not vendor.available(), reason="stepaudio2-minicpmo is not installed")
+@pytest.mark.parametrize("title", ["Token2Wav: MiniCPM-o 4.5, Step-Audio 2", "Lychee-FD", "Moshi and its codec, Mimi"])
+def test_the_two_lines_of_a_family_run_as_they_stand(title: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On small objects; the captures themselves are tested elsewhere, and only counted here."""
+    warmed: list[Any] = []
+    monkeypatch.setattr(front, "warm_up", lambda step, *given: warmed.append(step))
+    (lines,) = re.findall(r"```py\n(.+?)```", SECTIONS[title], re.DOTALL)
+    assert len(lines.splitlines()) == 2
+    names: dict[str, Any] = {"cadence_fx": cadence_fx, "adapters": adapters}
+    if title == "Moshi and its codec, Mimi":
+        names |= {"mimi": vendor.build_mimi(vendor.SMALL_MIMI), "lm_gen": vendor.build_lm_gen(vendor.SMALL_MOSHI)}
+    else:
+        build = vendor.build_lychee if title == "Lychee-FD" else vendor.build_token2wav
+        names["token2wav"] = build(vendor.TINY)
+    exec(lines, names)
+    bound = [each for each in names.values() if type(each) is adapters.Bound]
+    assert sum(len(each.contracts()) for each in bound) == len(warmed) > 0
+    for each in bound:
+        adapters.unbind(each)
