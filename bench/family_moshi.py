@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,28 +39,32 @@ class Moshi(Subject):
         if variant == EAGER:
             os.environ["NO_CUDA_GRAPH"] = "1"
         self.variant, self.device = variant, device
-        # The small codec has four codebooks of 64 codes in use; the small language model speaks eight of 300.
-        sizes = (
-            dataclasses.replace(vendor.SMALL_MIMI, codebooks=8, levels=8, bins=vendor.SMALL_MOSHI.bins)
-            if small
-            else vendor.MIMI
-        )
-        self.mimi = vendor.build_mimi(sizes, device)
-        self.gen = vendor.build_lm_gen(vendor.SMALL_MOSHI if small else vendor.MOSHI_7B, device)
+        self.mimi, self.gen = self.build(device, small)
         draw = torch.Generator().manual_seed(0)
-        self.samples = (0.1 * torch.randn(TICKS, 1, 1, self.mimi.frame_size, generator=draw)).to(device)
+        samples = int(self.mimi.sample_rate / self.mimi.frame_rate)
+        self.samples = (0.1 * torch.randn(TICKS, 1, 1, samples, generator=draw)).to(device)
         bins = min(self.mimi.cardinality, self.gen.lm_model.card)
         self.codes = torch.randint(bins, (TICKS, 1, 8, 1), generator=draw).to(device)
         self.parts = {"encode": self._encode, "step": self._step, "decode": self._decode, "frame": self._frame}
         self.bound: tuple[MimiStream, DialogueStream] | None = None
 
+    def build(self, device: torch.device, small: bool) -> tuple[Any, Any]:
+        """The vendor's codec and language model."""
+        # The small codec has four codebooks of 64 codes in use; the small language model speaks eight of 300.
+        alike = dataclasses.replace(vendor.SMALL_MIMI, codebooks=8, levels=8, bins=vendor.SMALL_MOSHI.bins)
+        mimi = vendor.build_mimi(alike if small else vendor.MIMI, device)
+        return mimi, vendor.build_lm_gen(vendor.SMALL_MOSHI if small else vendor.MOSHI_7B, device)
+
+    def bind(self) -> tuple[MimiStream, DialogueStream]:
+        """Both, bound to the backend."""
+        backend = cadence_fx.cadence
+        return MimiStream(self.mimi, backend=backend), DialogueStream(self.gen, backend=backend)
+
     def warm_up(self) -> None:
         self.mimi.streaming_forever(1)
         self.gen.streaming_forever(1)
         if self.variant == OURS:
-            mimi = MimiStream(self.mimi, backend=cadence_fx.cadence)
-            dialogue = DialogueStream(self.gen, backend=cadence_fx.cadence)
-            self.bound = mimi, dialogue
+            mimi, dialogue = self.bound = self.bind()
             mimi.warm_up(cadence_fx.warm_up)
             dialogue.warm_up(cadence_fx.warm_up)
             self.steps = (*mimi.steps.values(), *dialogue.steps.values())
@@ -84,7 +89,7 @@ class Moshi(Subject):
     def _frame(self, number: int) -> tuple[Tensor, ...]:
         codes = self.mimi.encode(self.samples[number % TICKS])
         tokens = self._said(codes)
-        return (codes, *tokens, *(self.mimi.decode(each[:, 1:]) for each in tokens))
+        return (codes, *tokens, *(self.mimi.decode(each[:, 1:9]) for each in tokens))
 
     def _said(self, codes: Tensor) -> tuple[Tensor, ...]:
         tokens = self.gen.step(codes)

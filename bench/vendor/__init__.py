@@ -1,15 +1,18 @@
 """Builds released models with random weights, for tests and benchmarks.
 
 Two packages publish Token2Wav: `stepaudio2-minicpmo` 0.1.1 and `minicpmo-utils` 1.0.7, whose streaming vocoder is
-another. `moshi` 0.2.13 publishes Moshi and its codec, Mimi; PersonaPlex (`bench.vendor.personaplex`) is a checkout.
-All code that runs is the vendor's; only constructors that read checkpoint files are stepped around (see `packages`
-for how they are imported side by side).
+another. `moshi` 0.2.13 publishes Moshi and its codec, Mimi. PersonaPlex (`personaplex`) and Freeze-Omni (`freeze_omni`)
+are published as repositories alone, of which clones can be configured; without one of Freeze-Omni a stand-in of this
+project's takes its place. All other code that runs is the vendor's; only constructors that read checkpoint files are
+stepped around (see `packages` for how they are imported side by side).
 """
 
+from bench.vendor.freeze_omni import SMALL_TICODEC, TICODEC, TicodecSizes, build_generator
 from bench.vendor.mimi import MIMI, SMALL_MIMI, MimiSizes, build_mimi
 from bench.vendor.modules import build_causal_vocoder, build_flow, build_vocoder
 from bench.vendor.moshi_lm import MOSHI_7B, SMALL_MOSHI, MoshiSizes, build_lm_gen
 from bench.vendor.packages import (
+    FREEZE_OMNI,
     MINICPMO_UTILS,
     MOSHI,
     PERSONAPLEX,
@@ -23,6 +26,7 @@ from bench.vendor.sizes import RELEASED, SMALL, TINY, Prompt, Sizes, build_promp
 from bench.vendor.token2wav import build_token2wav, start_turn
 
 __all__ = [
+    "FREEZE_OMNI",
     "MIMI",
     "MINICPMO_UTILS",
     "MOSHI",
@@ -32,7 +36,9 @@ __all__ = [
     "SMALL",
     "SMALL_MIMI",
     "SMALL_MOSHI",
+    "SMALL_TICODEC",
     "STEPAUDIO2",
+    "TICODEC",
     "TINY",
     "VLLM_OMNI",
     "MimiSizes",
@@ -40,9 +46,11 @@ __all__ = [
     "Package",
     "Prompt",
     "Sizes",
+    "TicodecSizes",
     "available",
     "build_causal_vocoder",
     "build_flow",
+    "build_generator",
     "build_lm_gen",
     "build_mimi",
     "build_prompt",

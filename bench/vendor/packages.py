@@ -4,9 +4,9 @@ A package imports its tokenizer, speaker model and audio loaders when it is impo
 decoder, so its submodules are imported without the package's `__init__`, with placeholder modules where an optional
 import is missing (only while importing).
 
-Two packages install a top-level `stepaudio2`, and two a top-level `moshi`. The second one of each is imported under a
-name of its own: its modules' absolute imports of the shared one are renamed as they are compiled, and nothing else in
-them is.
+Two packages install a top-level `stepaudio2`, two a top-level `moshi`, and one a top-level `models`, as many do. The
+second one of each pair and the last are imported under names of their own: their modules' absolute imports are renamed
+as they are compiled, and nothing else in them is.
 
 A package is looked for on `sys.path`, then in `vendor/<distribution>` of the environment, then in `.vendor/` of this
 repository, unpacked there itself or in a folder of the distribution's name. One that is on no index is looked for in
@@ -78,6 +78,9 @@ PERSONAPLEX = Package(
 VLLM_OMNI = Package(
     "vllm-omni", "0.30.0", "vllm_omni_minicpmo", "vllm_omni/model_executor/models/minicpmo_4_5", has="pipeline.py"
 )
+FREEZE_OMNI = Package(
+    "Freeze-Omni", "3e17af4", "freeze_omni_models", "models", has="decoder/ticodec", checkout="CADENCE_FREEZE_OMNI"
+)
 
 
 def _get_window(name: str, length: int, fftbins: bool = True) -> np.ndarray:
@@ -124,6 +127,14 @@ _OPTIONAL: dict[str, dict[str, Any]] = {
     "vllm": {},
     "vllm.logger": {"init_logger": logging.getLogger},
     "vllm.platforms": {"current_platform": _Platform},
+    "soundfile": {},
+    "transformers": {"LlamaConfig": None},
+    "transformers.cache_utils": {"DynamicCache": None},
+    "transformers.models": {},
+    "transformers.models.llama": {},
+    "transformers.models.llama.modeling_llama": dict.fromkeys(
+        ("LlamaDecoderLayer", "LlamaRMSNorm", "LlamaRotaryEmbedding")
+    ),
 }
 
 
