@@ -68,7 +68,7 @@ class _Rebinding(moshi.Step):
         self.first = False
         like = next(mimi.parameters()).detach()
         self._past: list[tuple[str, Any, str, Tensor]] = []  # name, layer, field, what has the shape of it
-        self._padded: list[tuple[str, Any]] = []
+        self._padded: list[tuple[str, Any, int]] = []  # name, layer, frames of padding
         for name, layer in mimi.named_modules():
             kind = type(layer).__name__
             if name.partition(".")[0] not in self.parts:
@@ -80,7 +80,7 @@ class _Rebinding(moshi.Step):
                 nothing = like.new_zeros(batch, layer.block[-1].conv.conv.out_channels, 0)
                 self._past += [(f"{name}.add", layer.add, field, nothing) for field in ("previous_x", "previous_y")]
             elif kind == "StreamingConv1d":
-                self._padded.append((name, layer))
+                self._padded.append((name, layer, layer._padding_total))
 
     @property
     def fields(self) -> Callable[[Any], Iterable[Field]]:
@@ -88,8 +88,8 @@ class _Rebinding(moshi.Step):
 
     def forward(self, given: Tensor) -> Tensor:
         # What `meets` has found is said once more, in terms that Dynamo need not guard.
-        for name, layer in self._padded:
-            self._state_at(name).padding_to_add = layer._padding_total if self.first else 0
+        for name, _, padding in self._padded:
+            self._state_at(name).padding_to_add = padding if self.first else 0
         for name, _, field, shaped in self._past:
             if self.first or not shaped.shape[-1]:
                 setattr(self._state_at(name), field, None)
@@ -111,13 +111,14 @@ class _Rebinding(moshi.Step):
     def meets(self) -> bool:
         """Sets `first` as the states of the stream are, and says whether they are declared: before the first frame or
         after whole ones. After half a frame more is left over."""
-        pads = [(layer._streaming_state.padding_to_add, layer._padding_total) for _, layer in self._padded]
-        past = [(getattr(layer._streaming_state, field), shaped.shape) for _, layer, field, shaped in self._past]
-        self.first = all(value is None for value, _ in past)
+        past = [getattr(layer._streaming_state, field) for _, layer, field, _ in self._past]
+        self.first = all(value is None for value in past)
         if self.first:
-            return all(pad == total for pad, total in pads)
-        there = all(value.shape == shape if value is not None else not shape[-1] for value, shape in past)
-        return there and not any(pad for pad, _ in pads)
+            return all(layer._streaming_state.padding_to_add == padding for _, layer, padding in self._padded)
+        for value, (_, _, _, shaped) in zip(past, self._past, strict=True):
+            if value.shape != shaped.shape if value is not None else shaped.shape[-1]:
+                return False
+        return not any(layer._streaming_state.padding_to_add for _, layer, _ in self._padded)
 
     def settle(self) -> None:
         """Gives each state memory and strides of its own: the vendor's eager code keeps slices of what it has joined.

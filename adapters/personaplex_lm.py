@@ -150,11 +150,8 @@ class PersonaDialogueStream(moshi_lm.DialogueStream):
         if state is not None:
             step: Any = self._step_of(state.cache.shape[0])
             initial = gen.lm_model._get_initial_token().expand(step.batch, -1, -1)
-            codes, others, text = (
-                initial[:, 1 : 1 + step.codebooks],
-                initial[:, 1 + step.codebooks :],
-                gen.zero_text_code,
-            )
+            codes, others = initial[:, 1 : 1 + step.codebooks], initial[:, 1 + step.codebooks :]
+            text = gen.zero_text_code
             if state.offset == 0:  # the call that computes nothing, which the vendor makes here, too
                 type(gen).prepare_step_input(gen, codes, others, text)
             like = step.unspoken[0]
