@@ -1,0 +1,232 @@
+"""What a deployment reaches and costs, from its numbers alone: nothing is run and nothing is enumerated.
+
+Extents, widths and verdicts are those of paper sections 3.1 and 3.5 (equation 7), over-reservation is equation 2, and
+the bytes of replay are equation 6: the staged inputs of every class, and each region's storage once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+from cadence_fx._region import Region
+from cadence_fx._width import region_arithmetic, region_extents
+from cadence_fx.clock import check_count
+from cadence_fx.contract import Contract
+from cadence_fx.deployment import FRAMES, Deployment, Outside, PlannedCallable
+from cadence_fx.errors import ContractError
+from cadence_fx.estimates import capture_seconds
+from cadence_fx.footprint import Footprint
+from cadence_fx.plan_report import CallablePlan, InputPlan, PlanReport, RegionPlan
+from cadence_fx.planned import load_callable
+from cadence_fx.retention import Pinned, Ring
+from cadence_fx.verdicts import callable_verdict, region_verdict
+
+Source = Contract | PlannedCallable | Deployment | str | Path
+DEFAULT_LIMIT = 64  # classes, for a callable without a contract that says how many are allowed
+
+
+def plan(
+    *sources: Source, weights: int | None = None, device_memory: int | None = None, max_classes: int | None = None
+) -> PlanReport:
+    """What can be captured, in how many classes and bytes, and why not where not.
+
+    Args:
+        *sources: contracts, the paths of contract files (.toml, .json, .yaml), callables, or deployments as the
+            configuration readers in `cadence_fx.adapters` make them; served together.
+        weights: bytes of the weights, where the sources do not tell.
+        device_memory: bytes of a device, for the number of sessions that fit.
+        max_classes: allowed for each callable, instead of what its contract says.
+
+    Raises:
+        ContractError, ContractFileError: a source is wrong in itself.
+    """
+    if not sources:
+        raise ContractError("plan() needs a contract, a file or a deployment", field="sources")
+    for name, value in (("weights", weights), ("device_memory", device_memory)):
+        if value is not None:
+            check_count(value, name, least=0)
+    if max_classes is not None:
+        check_count(max_classes, "max_classes", least=1)
+    deployments = [_deployment(source) for source in sources]
+    callables = [_callable(c, max_classes) for deployment in deployments for c in deployment.callables]
+    known = [d.weights for d in deployments if d.weights is not None]
+    return PlanReport(
+        name=" + ".join(dict.fromkeys(d.name for d in deployments)),
+        callables=tuple(_distinct(callables)),
+        weights=weights if weights is not None else (sum(known) if known else None),
+        device_memory=device_memory,
+        notes=tuple(note for d in deployments for note in d.notes),
+    )
+
+
+def _deployment(source: Source) -> Deployment:
+    if isinstance(source, Deployment):
+        return source
+    if isinstance(source, (str, Path)):
+        return load_callable(source)
+    if isinstance(source, Contract):
+        source = PlannedCallable(source.name or "contract", source)
+    if not isinstance(source, PlannedCallable):
+        raise ContractError(f"expected a contract, a path or a deployment, found {source!r:.80}", field="sources")
+    return Deployment(source.name, (source,))
+
+
+def _distinct(callables: Iterable[CallablePlan]) -> Iterator[CallablePlan]:
+    """Callables whose names differ: a second one of a name gets a number."""
+    seen: dict[str, int] = {}
+    for each in callables:
+        seen[each.name] = count = seen.get(each.name, 0) + 1
+        yield each if count == 1 else replace(each, name=f"{each.name} ({count})")
+
+
+def _callable(given: PlannedCallable, max_classes: int | None) -> CallablePlan:
+    contract = given.contract
+    limit = max_classes or (contract.max_classes if contract else DEFAULT_LIMIT)
+    advances = prod(len(contract.advances_of(c.name)) for c in contract.clocks if c.is_base) if contract else 1
+    regions = [_region(contract, r, given.regions.get(r.name), limit, advances) for r in contract.regions] if (
+        contract) else []  # fmt: skip
+    regions += [_outside(outside, limit) for outside in given.outside]
+    classes, exact, arithmetic = _width(contract, given.outside)
+    states = classes // advances if classes is not None else None
+    verdict = callable_verdict({r.name: r.verdict for r in regions}, classes=classes, limit=limit, exact=exact,
+                               states=states, advances=advances)  # fmt: skip
+    inputs = tuple(_input(contract, name, weighs, states) for name, weighs in given.inputs.items())
+    seconds = None
+    if given.operators is not None and classes is not None and verdict.capturable:
+        seconds = capture_seconds(given.operators, classes)
+    return CallablePlan(
+        name=given.name,
+        clocks=tuple(clock.describe() for clock in contract.clocks) if contract else (),
+        advances=advances,
+        classes=classes,
+        exact=exact,
+        arithmetic=arithmetic,
+        limit=limit,
+        regions=tuple(regions),
+        inputs=inputs,
+        operators=given.operators,
+        capture_seconds=seconds,
+        verdict=verdict,
+    )
+
+
+def _width(contract: Contract | None, outside: Iterable[Outside]) -> tuple[int | None, bool, str]:
+    """Classes, whether they are the number itself, and its arithmetic. State outside starts with every turn too."""
+    width = contract.width() if contract else None
+    classes, text = (width.classes, width.arithmetic) if width else (1, "one state")
+    for each in outside:
+        if each.bound is None:
+            return None, True, f"{each.name}: no bound"
+        extents = _extents(each)
+        if contract is None and (extents > classes or text == "one state"):
+            classes, text = extents, f"{each.name}: {_arithmetic(each)}"
+    return classes, width.exact if width else True, text
+
+
+def _extents(outside: Outside) -> int:
+    """K = ceil((A - A-) / s) + 1 (paper equation 7), rounded down where what passes the bound is dropped to A-."""
+    assert outside.bound is not None
+    window = outside.bound - outside.start
+    if window == 0:
+        return 1
+    return (window // outside.stride if outside.drops else -(-window // outside.stride)) + 1
+
+
+def _arithmetic(outside: Outside) -> str:
+    if outside.bound is None:
+        return "no bound"
+    if outside.bound == outside.start:
+        return "1 (W = 0)"
+    rounded = "floor" if outside.drops else "ceil"
+    span = f"({outside.bound:,} - {outside.start:,}) / {outside.stride:,}"
+    return f"{rounded}({span}) + 1 = {_extents(outside):,}"
+
+
+def _region(contract: Contract, region: Region, footprint: Footprint | None, limit: int, advances: int) -> RegionPlan:
+    ticks = contract.frame_stride(region)
+    stride = region.added(ticks)
+    # The workspace of a state whose extent never moves is as large as that; frames in flight are in another one.
+    unmoving = not region.persistent and region.retention.fixed
+    envelope = region.bound if unmoving else contract.envelope(region)
+    classes = region_extents(region, ticks) if region.persistent else 1
+    stored = region.bound if region.persistent else envelope
+    sizes = {name: contract.clock(name).period or 0 for name in region.clocks}
+    if region.frame_clock is not None:
+        sizes[region.frame_clock] = stored
+    return RegionPlan(
+        name=region.name,
+        place=region.place,
+        clock=" x ".join(region.clocks),
+        mode=_mode(region),
+        stride=stride,
+        start=region.start if region.persistent else region.bound,
+        attended=region.bound,
+        envelope=envelope,
+        classes=classes,
+        arithmetic=region_arithmetic(region, ticks) if region.persistent else "1 (scratch)",
+        bytes=footprint.nbytes(sizes) if footprint else None,
+        stock_bytes=footprint.stock_bytes if footprint else None,
+        shared=not region.persistent or region.lifetime == "process" or region.mutability == "read_only",
+        verdict=region_verdict(start=region.start, bound=region.bound, stride=stride, classes=classes, limit=limit,
+                               advances=advances, scratch=not region.persistent),
+    )  # fmt: skip
+
+
+def _mode(region: Region) -> str:
+    if not region.persistent:
+        return "scratch"
+    if region.mutability == "read_only":
+        return "read only"
+    if isinstance(region.retention, Ring):
+        return "ring"
+    return "pinned" if isinstance(region.retention, Pinned) or region.bound == region.start else "grows, then pinned"
+
+
+def _outside(outside: Outside, limit: int) -> RegionPlan:
+    start, bound, stride = outside.start, outside.bound, outside.stride
+    classes = None if bound is None else _extents(outside)
+    constant = bound == start
+    mode = "no bound" if bound is None else "constant" if stride == 0 else "pinned" if constant else (
+        "grows, then drops" if outside.drops else "grows, then pinned")  # fmt: skip
+    weight = outside.footprint.nbytes({FRAMES: bound}) if outside.footprint and bound is not None else None
+    return RegionPlan(
+        name=outside.name,
+        place="",
+        clock="",
+        mode=mode,
+        stride=stride,
+        start=start,
+        attended=bound,
+        envelope=None if bound is None else bound if constant else bound + stride,
+        classes=classes,
+        arithmetic=_arithmetic(outside),
+        bytes=weight,
+        stock_bytes=outside.footprint.stock_bytes if outside.footprint else None,
+        shared=outside.shared,
+        verdict=region_verdict(start=start, bound=bound, stride=stride, classes=classes, limit=limit,
+                               traffic=outside.traffic),
+    )  # fmt: skip
+
+
+def _input(contract: Contract | None, name: str, weighs: Footprint, states: int | None) -> InputPlan:
+    """The bytes that the classes stage for one argument: each extent meets every combination of advances."""
+    entries = [e for e in contract.inputs if e.argument == name] if contract else []
+    if contract is None or not entries:
+        each = weighs.nbytes({})
+        combinations = prod(len(contract.advances_of(c.name)) for c in contract.clocks if c.is_base) if contract else 1
+        return InputPlan(name, each, each, None if states is None else states * combinations * each)
+    bases = {entry.clock: contract.clock(entry.clock) for entry in entries}
+    followed = {contract.base_of(clock).name for clock, declared in bases.items() if not declared.is_periodic}
+    if len(followed) > 1:
+        raise ContractError("axes that follow two base clocks are not planned", field=f"inputs.{name}.shape")
+    counts = {c.name: len(contract.advances_of(c.name)) for c in contract.clocks if c.is_base}
+    steps = counts[next(iter(followed))] if followed else 1
+    shapes = [
+        weighs.nbytes({e.clock: e.size(bases[e.clock].period or contract.advances_of(e.clock)[step]) for e in entries})
+        for step in range(steps)
+    ]
+    repeats = prod(counts.values()) // steps
+    return InputPlan(name, shapes[0], max(shapes), None if states is None else states * repeats * sum(shapes))
