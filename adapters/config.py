@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from cadence_fx.clock import check_count
-from cadence_fx.errors import ContractError, ContractFileError, nearest_name, unknown_name
+from cadence_fx.errors import ContractError, ContractFileError, unknown_name
 
 MAX_NUMBER = 1 << 40
 
@@ -54,15 +54,31 @@ class Config:
             self._refuse(name, f"expected at most {MAX_NUMBER:,}, found {number}")
         return number
 
-    def wholes(self, name: str, released: tuple[int, ...], *, most: int = 64) -> tuple[int, ...]:
-        """Whole numbers of at least 1, at most ``most`` of them and at least one."""
+    def wholes(self, name: str, released: tuple[int, ...], *, least: int = 1, most: int = 64) -> tuple[int, ...]:
+        """Whole numbers from ``least`` on, one to ``most`` of them."""
         values = self._get(name, released)
         if not isinstance(values, (list, tuple)) or not 0 < len(values) <= most:
             self._refuse(name, f"expected 1 to {most} whole numbers, found {str(values)[:80]}")
         for value in values:
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MAX_NUMBER:
-                self._refuse(name, f"expected whole numbers from 1 on, found {str(value)[:80]}")
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_NUMBER:
+                self._refuse(name, f"expected whole numbers from {least} on, found {str(value)[:80]}")
         return tuple(values)
+
+    def part(self, name: str, released: int, parts: str, released_parts: int) -> int:
+        """A whole number divided by another, which must divide it: the width of one of several heads."""
+        whole, count = self.whole(name, released), self.whole(parts, released_parts)
+        if whole % count:
+            self._refuse(parts, f"{count} do not divide {name} = {whole}")
+        return whole // count
+
+    def times(self, name: str, released: int, rate: str, released_rate: float) -> int:
+        """How often a rate goes into another, which must be a whole number: samples a frame."""
+        whole, each = self.whole(name, released), self._get(rate, released_rate)
+        if isinstance(each, bool) or not isinstance(each, (int, float)) or not 0 < each <= whole:
+            self._refuse(rate, f"expected a number above 0 and up to {name} = {whole}, found {str(each)[:80]}")
+        if not (whole / each).is_integer():
+            self._refuse(rate, f"{each} does not divide {name} = {whole}")
+        return int(whole / each)
 
     def choice(self, name: str, released: str, known: tuple[str, ...]) -> str:
         """One of the ``known`` words."""
@@ -83,7 +99,7 @@ class Config:
                 found = found.get(step, {})
             missing = [leaf for leaf in leaves if leaf not in found]
             for name in found:
-                near = get_close_matches(str(name), missing, n=1, cutoff=0.85) if name not in leaves else []
+                near = get_close_matches(str(name), missing, n=1, cutoff=0.8) if name not in leaves else []
                 if near:
                     where = f"{table}.{name}" if table else str(name)
                     self._refuse(where, f"{str(name)[:80]!r} is not a field that is read; did you mean {near[0]!r}?")
@@ -128,6 +144,5 @@ def _list(name: str, text: str) -> tuple[int, ...]:
 def chosen(name: str, value: str, known: tuple[str, ...]) -> str:
     """``value`` when it is one of the ``known`` words; ContractError, with the nearest one, otherwise."""
     if value not in known:
-        near = nearest_name(value, known)
-        raise ContractError(unknown_name("value", value, known if near is None else known), field=name)
+        raise ContractError(unknown_name("value", value[:80], known), field=name)
     return value

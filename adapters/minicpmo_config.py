@@ -43,7 +43,7 @@ def speech_decoder(config: Config) -> PlannedCallable:
     name = "tts_config"
     layers = config.whole(f"{name}.num_hidden_layers", 20)
     heads = config.whole(f"{name}.num_key_value_heads", 12)
-    width = config.whole(f"{name}.hidden_size", 768) // config.whole(f"{name}.num_attention_heads", 12)
+    width = config.part(f"{name}.hidden_size", 768, f"{name}.num_attention_heads", 12)
     attention = config.choice(f"{name}.attention_type", "sliding_recompute", _ATTENTION)
     text = config.whole(f"{name}.streaming_text_chunk_max", 7)
     fewest = config.whole(f"{name}.streaming_text_chunk_min", 3)

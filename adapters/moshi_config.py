@@ -17,6 +17,9 @@ from cadence_fx.errors import ContractFileError
 from cadence_fx.footprint import Footprint
 from cadence_fx.retention import KeepLast, Pinned, Ring
 
+# Operators of a call, as traced: of each half of the codec, and of each of its codebooks; of the language model, and of
+# each layer of its depth transformer for 8 codes; of a layer of any other transformer, in the codec and in the model.
+_ENCODE, _ENCODED, _DECODE, _DECODED, _LM, _DEPTH, _CODEC_LAYER, _LM_LAYER = 107, 16, 133, 4, 524, 773, 123, 128
 _HEARD = 8  # codebooks that come in with a frame, and that are decoded of one
 Past = tuple[str, int, int, int]  # name, channels, frames that are kept, frames a call brings at this place
 
@@ -58,14 +61,7 @@ def _decoder_pasts(config: Config, frame: int) -> Iterator[Past]:
 
 def _samples(config: Config) -> int:
     """Samples of a frame of codes: 1,920."""
-    rate, per_second = config.whole("sample_rate", 24000), config.data.get("frame_rate", 12.5)
-    if isinstance(per_second, bool) or not isinstance(per_second, (int, float)) or not 0 < per_second <= rate:
-        raise ContractFileError(config.source, f"expected frames a second, found {per_second!r:.80}",
-                                field="frame_rate")  # fmt: skip
-    if not (rate / per_second).is_integer():
-        raise ContractFileError(config.source, f"{rate} samples a second are no whole number of samples a frame at "
-                                f"{per_second} frames a second", field="frame_rate")  # fmt: skip
-    return int(rate / per_second)
+    return config.times("sample_rate", 24000, "frame_rate", 12.5)
 
 
 def _resampling(config: Config) -> int:
@@ -80,11 +76,11 @@ def _resampling(config: Config) -> int:
 def _rings(config: Config, name: str) -> tuple[int, tuple[int, ...], int]:
     """Layers, heads and width of the codec's transformers, and how far they look back."""
     layers, heads = config.whole(f"{name}.num_layers", 8), config.whole(f"{name}.num_heads", 8)
-    width = config.whole(f"{name}.d_model", 512) // heads
+    width = config.part(f"{name}.d_model", 512, f"{name}.num_heads", 8)
     return layers, (heads, width), config.whole(f"{name}.context", 250)
 
 
-def _half(config: Config, name: str, pasts: Iterator[Past], operators: int | None, *, empty: bool) -> PlannedCallable:
+def _half(config: Config, name: str, pasts: Iterator[Past], operators: int, *, empty: bool) -> PlannedCallable:
     """Half of the codec. ``empty``: a stream begins without the pasts of its convolutions."""
     regions, weighs = [], {}
     for where, channels, kept, fresh in pasts:
@@ -105,23 +101,19 @@ def _half(config: Config, name: str, pasts: Iterator[Past], operators: int | Non
     if name == "mimi.decode":
         inputs = {"codes": Footprint((1, _HEARD, 1), "int64")}
     contract = Contract([Clock("frame", 1)], regions, name=name)
-    return PlannedCallable(name, contract, regions=weighs, inputs=inputs, operators=operators)
+    return PlannedCallable(name, contract, regions=weighs, inputs=inputs,
+                           operators=None if empty else operators + _CODEC_LAYER * layers)  # fmt: skip
 
 
 def _dialogue(config: Config, *, said: int, margin: int) -> PlannedCallable:
     """A frame of the language model: its rings, the ring that undoes delays, and the depth transformer within."""
     layers, heads = config.whole("num_layers", 32), config.whole("num_heads", 32)
-    width, context = config.whole("dim", 4096) // heads, config.whole("context", 3000)
+    width, context = config.part("dim", 4096, "num_heads", 32), config.whole("context", 3000)
     streams = config.whole("n_q", 16) + 1
     depth = config.whole("dep_q", said)
-    delays = config.data.get("delays", (0, 1))
-    if not isinstance(delays, (list, tuple)) or not delays or any(
-        isinstance(d, bool) or not isinstance(d, int) or not 0 <= d < 1 << 20 for d in delays
-    ):  # fmt: skip
-        raise ContractFileError(config.source, f"expected frames, found {str(delays)[:80]}", field="delays")
-    span = max(delays) + margin
+    span = max(config.wholes("delays", (0, 1), least=0, most=256)) + margin
     depth_heads, depth_layers = config.whole("depformer_num_heads", 16), config.whole("depformer_num_layers", 6)
-    depth_width = config.whole("depformer_dim", 1024) // depth_heads
+    depth_width = config.part("depformer_dim", 1024, "depformer_num_heads", 16)
     rows = (2, 1, heads)
     regions = [
         Region("ring", attribute="layers.*.ring", axis=3, clock="frame", retention=Ring(context)),
@@ -138,18 +130,18 @@ def _dialogue(config: Config, *, said: int, margin: int) -> PlannedCallable:
         Contract([Clock("frame", 1)], regions, name="lm.step"),
         regions=weighs,
         inputs={"codes": Footprint((1, _HEARD, 1), "int64")},
+        operators=_LM + _LM_LAYER * layers + _DEPTH * depth_layers if depth == 8 else None,
         outside=(Outside("depth_ring", stride=0, start=depth, bound=depth, footprint=ring, shared=True),),
     )
 
 
 def _deployment(name: str, config: Config, *, said: int, margin: int, empty: bool) -> Deployment:
     samples = _samples(config)
-    known = config.data.get("seanet") is None and config.data.get("transformer") is None and not empty
     return Deployment(
         name,
         (
-            _half(config, "mimi.encode", _encoder_pasts(config, samples), 1133 if known else None, empty=empty),
-            _half(config, "mimi.decode", _decoder_pasts(config, samples), 1054 if known else None, empty=empty),
+            _half(config, "mimi.encode", _encoder_pasts(config, samples), _ENCODE + _ENCODED * _HEARD, empty=empty),
+            _half(config, "mimi.decode", _decoder_pasts(config, samples), _DECODE + _DECODED * _HEARD, empty=empty),
             _dialogue(config, said=said, margin=margin),
         ),
     )

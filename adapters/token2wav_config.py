@@ -16,8 +16,9 @@ _STOCK_STEPS, _STOCK_FRAMES, _NOISE_FRAMES, _POSITIONS = 16, 1000, 30000, 9999
 _OVERLAP = 8  # mel frames that the vocoder keeps of the chunk before
 _SAMPLES = 480  # of audio in a mel frame
 _CFG = 2  # rows of a batch with classifier-free guidance
-# Operators of one call as released: the encoder's, a solver step's, the vocoder's.
-_OPERATORS = {"conformer": 901, "step": 1429, "vocoder": 1020}
+# Operators of one call, as traced: the flow decoder's, and in a solver step, and in a layer of that; the encoder's, and
+# in a block; the vocoder's.
+_FLOW, _STEP, _LAYER, _ENCODER, _BLOCK, _VOCODER = 25, 80, 122, 84, 97, 1243
 OPTIONS: dict[str, int | str | tuple[int, ...]] = {
     "prompt": 302, "steps": 10, "hop": 25, "retained": 100, "flush": (), "package": "stepaudio2",
 }  # fmt: skip
@@ -65,7 +66,7 @@ def flow(config: Config, numbers: Geometry) -> PlannedCallable:
         regions=regions,
         inputs={name: Footprint((1, mel, "frame")) for name in ("mu", "cond")} | {"spks": Footprint((1, mel))},
         outside=(Outside("noise", stride=0, start=frames, bound=frames, footprint=noise, shared=True),),
-        operators=numbers.steps * _OPERATORS["step"] if depth == 16 else None,
+        operators=_FLOW + numbers.steps * (_STEP + _LAYER * depth),
     )
 
 
@@ -75,12 +76,13 @@ def conformer(config: Config, numbers: Geometry, *, trimmed: bool) -> PlannedCal
     up_blocks = config.whole("flow.encoder.num_up_blocks", 4)
     heads = config.whole("flow.encoder.attention_heads", 8)
     width = config.whole("flow.encoder.output_size", 512)
-    keys, window = 2 * (width // heads), numbers.window
+    keys = 2 * config.part("flow.encoder.output_size", 512, "flow.encoder.attention_heads", 8)
+    window = numbers.window
     contract = numbers.conformer_contract()
     longest = 2 * numbers.flow_contract().envelope("workspace") - 1
     table = Footprint((1, FRAMES, width), stock=(1, _POSITIONS, width))
     positions = Outside("positions", stride=0, start=longest, bound=longest, footprint=table, shared=True)
-    operators = _OPERATORS["conformer"] if (blocks, up_blocks) == (6, 4) else None
+    operators = _ENCODER + _BLOCK * (blocks + up_blocks)
     if not trimmed:
         tokens, frames = numbers.prompt // numbers.rate, numbers.prompt
         grown = (
@@ -122,7 +124,7 @@ def vocoder(config: Config, numbers: Geometry) -> tuple[PlannedCallable, Planned
             contract,
             inputs={"mel": Footprint((1, mel, "frame")), "cache_source": Footprint((1, 1, source))},
             outside=outside,
-            operators=_OPERATORS["vocoder"],
+            operators=_VOCODER,
         )
         for contract, source, outside in (
             (numbers.vocoder_contract(0), 0, ()),

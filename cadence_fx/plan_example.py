@@ -23,7 +23,7 @@ _OWN = ("torch", "cadence_fx")
 
 
 def from_example(
-    module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, contract: Contract
+    module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, contract: Contract | None
 ) -> Deployment:
     """What a module's callable reaches and weighs, from the arguments of a first call of a turn.
 
@@ -35,6 +35,9 @@ def from_example(
     """
     if not isinstance(module, torch.nn.Module):
         raise ContractError(f"expected a torch.nn.Module, found {type(module).__name__}", field="example")
+    if contract is None:
+        raise ContractError(f"no contract is declared for a {type(module).__name__}; write one into a file, "
+                            "or use cadence_fx.declare", field="contract")  # fmt: skip
     try:
         bound = inspect.signature(module.forward).bind(*args, **(kwargs or {})).arguments
     except TypeError as error:

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from cadence_fx.plan_report import PlanReport, RegionPlan
 
 _SUFFIXES = ("png", "svg")
-_MOST_CALLS = 400  # drawn one by one; a longer climb is a line between its ends
+_MOST_POINTS = 400  # of a line
+_WITHOUT_BOUND = 16  # after so many calls an extent without a bound leaves the picture
 _MOST_BARS = 12
 _COLOURS = {"captured": "tab:green", "pinned": "tab:blue"}
 _OTHER = "tab:red"
@@ -50,24 +51,34 @@ def _moving(report: PlanReport) -> list[tuple[str, RegionPlan]]:
     for each in report.callables:
         for region in each.regions:
             if region.window != 0 and region.mode != "scratch":
-                course = (region.start, region.attended, region.stride)
+                course = (region.start / region.attended if region.attended else region.start, region.classes)
                 found.setdefault(course, (f"{each.name}.{region.name}", region))
     return list(found.values())[:_MOST_BARS]
 
 
+def _calls(region: RegionPlan) -> list[int]:
+    """Calls of a turn, to some after the last new extent; a selection of them where there are many."""
+    climb = region.classes if region.classes is not None else 2 * _WITHOUT_BOUND
+    last = climb + max(2, climb // 4)
+    return sorted({last * step // _MOST_POINTS for step in range(_MOST_POINTS + 1)} | {climb - 1, climb})
+
+
 def _extents(axes: Any, report: PlanReport) -> None:
-    """Each extent over the calls of a turn, as parts of its bound, the bound being a line at 1."""
+    """Each extent over the calls of a turn, as a part of its bound."""
     for name, region in _moving(report):
-        climb = region.classes if region.classes is not None else 8
-        last = climb + 2
-        calls = range(last) if last <= _MOST_CALLS else [0, climb - 1, last]
-        whole = region.attended if region.attended is not None else region.extent(last)
-        heights = [region.extent(call) / whole for call in calls]
-        label = f"{name} (of {region.attended:,})" if region.attended is not None else f"{name} (no bound)"
-        axes.plot([call / (last - 1) for call in calls], heights, drawstyle="steps-post", label=label, linewidth=1.2)
+        calls = _calls(region)
+        whole = region.attended if region.attended is not None else region.extent(_WITHOUT_BOUND)
+        bound = f"bound {region.attended:,}" if region.attended is not None else "no bound"
+        axes.plot(
+            [call + 1 for call in calls],
+            [region.extent(call) / whole for call in calls],
+            drawstyle="steps-post" if len(calls) < _MOST_POINTS else "default",
+            label=f"{name}, {bound}",
+        )
     axes.axhline(1, color="black", linestyle="--", linewidth=0.8, label="bound")
-    axes.set(title="extent over the calls of a turn", xlabel="calls, of those to the last class", ylabel="of the bound")
-    axes.legend(fontsize=6)
+    axes.set_xscale("log")
+    axes.set(title="extents over the calls of a turn", xlabel="call", ylabel="extent, of its bound", ylim=(-0.05, 1.1))
+    axes.legend(fontsize=6, loc="lower right")
 
 
 def _memory(axes: Any, report: PlanReport) -> None:
@@ -103,6 +114,6 @@ def _classes(axes: Any, report: PlanReport) -> None:
         axes.text(each.classes or 1, place, f" {count}, {each.verdict.word}", va="center", fontsize=7)
     axes.set_yticks(list(places), names)
     axes.set_xscale("symlog")
-    axes.set_xlim(0, 20 * max([each.classes or 1 for each in report.callables], default=1))
+    axes.set_xlim(0, 500 * max([each.classes or 1 for each in report.callables], default=1))
     axes.invert_yaxis()
     axes.set(title="classes by callable")

@@ -149,8 +149,6 @@ def _example(reference: str, files: Sequence[Path]) -> Deployment:
         contract = from_dict(data, source=str(files[0]))
     else:
         contract = declared_contract(module)
-    if contract is None:
-        raise Mistake(f"{reference}: no contract is declared for a {type(module).__name__}; name a contract file")
     return from_example(module, args, kwargs, contract=contract)
 
 
