@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-MAX_CHARACTERS = 1 << 17  # its reader is slow: a second for this many
+MAX_CHARACTERS = 1 << 16  # its reader is slow: a few seconds for so many
 # Configurations of models name the class of a table so; the table is read and the class is not.
 _CLASS_TAGS = ("!new:", "!name:")
 

@@ -17,7 +17,8 @@ class RegionPlan:
     """One region. Extents and strides are frames of its frame axis; bytes are None where no shape is known.
 
     Attributes:
-        mode: how its extent moves: grows, then pinned or dropped; pinned; ring; scratch; read only; constant.
+        mode: how its extent moves: grows (and stays at the bound), grows and drops, no bound, pinned, ring, scratch,
+            read only, constant.
         start, attended: the extents that its calls meet first and at last; ``attended`` is None without a bound.
         envelope: the most frames in flight within one call.
         classes: K, the extents that its calls meet; ``arithmetic`` says how.
@@ -55,7 +56,7 @@ class RegionPlan:
         raw = self.start + call * self.stride
         if self.attended is None or raw <= self.attended:
             return raw
-        if self.mode != "grows, then drops":
+        if self.mode != "grows, drops":
             return self.attended
         return self.start + (call % self.classes) * self.stride if self.classes else self.start
 

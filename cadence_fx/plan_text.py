@@ -33,6 +33,7 @@ def _callable(each: CallablePlan, table: Table) -> list[str]:
     lines.append(f"  classes {width} of {each.limit:,} allowed: {each.arithmetic}")
     if each.regions:
         lines += table([_HEAD, *map(_region, each.regions)])
+        lines += [f"  K of {region.name}: {region.arithmetic}" for region in each.regions if (region.classes or 0) > 1]
     if each.inputs:
         rows = [("staged", "bytes a call", "in all classes")]
         rows += [(i.name, _span(i.bytes, i.most_bytes), _size(i.staging_bytes)) for i in each.inputs]
@@ -58,7 +59,7 @@ def _region(region: RegionPlan) -> tuple[str, ...]:
         "-" if region.window is None else f"{region.window:,}",
         sample(region),
         "-" if region.envelope is None else f"{region.envelope:,}",
-        region.arithmetic,
+        "-" if region.classes is None else f"{region.classes:,}",
         _size(region.bytes),
         _size(region.stock_bytes),
         "-" if ratio is None else f"{ratio:.2f}x",

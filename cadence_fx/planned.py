@@ -32,6 +32,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "yaml": yaml_data,
     "yml": yaml_data,
 }
+MOST_CHECKS = 1_000_000
 _FIELDS = ("weights", "operators", "regions", "inputs")
 _WEIGHS = ("shape", "dtype", "stock", "instances")
 
@@ -50,6 +51,7 @@ def read_table(path: str | Path) -> dict[str, Any]:
 def load_callable(path: str | Path) -> Deployment:
     """The contract in a file, with what its table `plan` says of bytes. Nothing in the file is executed."""
     source, data = str(path), read_table(path)
+    _check_amount(data, source)
     contract = from_dict(data, source=source)
     given = known_fields(data.get(PLAN, {}), _FIELDS, source, PLAN)
     name = contract.name or Path(path).stem
@@ -66,6 +68,18 @@ def load_callable(path: str | Path) -> Deployment:
         field = f"{PLAN}.{error.field}" if error.field else PLAN
         raise ContractFileError(source, error.problem, field=field, region=error.region) from error
     return Deployment(name, (planned,), weights=_weights(given.get("weights"), source))
+
+
+def _check_amount(data: Mapping[str, Any], source: str) -> None:
+    """Each region and input is checked with each flush length, which a file could make take hours."""
+    tables = [data.get(name) for name in ("clocks", "regions", "inputs")]
+    clocks, *followers = [table if isinstance(table, list) else [] for table in tables]
+    flush = [clock.get("flush") for clock in clocks if isinstance(clock, dict)]
+    lengths = sum(len(each) for each in flush if isinstance(each, list))
+    parts = sum(map(len, followers))
+    if lengths * parts > MOST_CHECKS:
+        raise ContractFileError(source, f"{lengths:,} flush lengths for {parts:,} regions and inputs are too many "
+                                "to be checked", field="clocks")  # fmt: skip
 
 
 def known_fields(data: object, known: tuple[str, ...], source: str, where: str) -> Mapping[str, Any]:

@@ -182,7 +182,7 @@ def _mode(region: Region) -> str:
         return "read only"
     if isinstance(region.retention, Ring):
         return "ring"
-    return "pinned" if isinstance(region.retention, Pinned) or region.bound == region.start else "grows, then pinned"
+    return "pinned" if isinstance(region.retention, Pinned) or region.bound == region.start else "grows"
 
 
 def _outside(outside: Outside, limit: int) -> RegionPlan:
@@ -190,7 +190,7 @@ def _outside(outside: Outside, limit: int) -> RegionPlan:
     classes = None if bound is None else _extents(outside)
     constant = bound == start
     mode = "no bound" if bound is None else "constant" if stride == 0 else "pinned" if constant else (
-        "grows, then drops" if outside.drops else "grows, then pinned")  # fmt: skip
+        "grows, drops" if outside.drops else "grows")  # fmt: skip
     weight = outside.footprint.nbytes({FRAMES: bound}) if outside.footprint and bound is not None else None
     return RegionPlan(
         name=outside.name,
