@@ -104,12 +104,18 @@ class CallablePlan:
         staged = [entry.staging_bytes for entry in self.inputs]
         return None if self.classes is None or None in staged else sum(filter(None, staged))
 
+    @property
+    def frozen_bytes(self) -> int | None:
+        """Of the regions that its graphs hold by address; None where the bytes of one are not known."""
+        held = [region.bytes for region in self.regions if region.mode != "constant"]
+        return None if None in held else sum(filter(None, held))
+
     def as_dict(self) -> dict[str, Any]:
         seconds = self.capture_seconds
         return {
             "name": self.name, **_verdict(self.verdict), "clocks": list(self.clocks), "classes": self.classes,
             "exact": self.exact, "arithmetic": self.arithmetic, "max_classes": self.limit,
-            "staging_bytes": self.staging_bytes, "operators": self.operators,
+            "staging_bytes": self.staging_bytes, "frozen_bytes": self.frozen_bytes, "operators": self.operators,
             "capture_seconds": None if seconds is None else round(seconds, 1),
             "regions": [region.as_dict() for region in self.regions],
             "inputs": [{"name": i.name, "bytes": i.bytes, "most_bytes": i.most_bytes,

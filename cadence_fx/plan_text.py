@@ -38,6 +38,10 @@ def _callable(each: CallablePlan, table: Table) -> list[str]:
         rows = [("staged", "bytes a call", "in all classes")]
         rows += [(i.name, _span(i.bytes, i.most_bytes), _size(i.staging_bytes)) for i in each.inputs]
         lines += table(rows)
+    if each.verdict.capturable and each.frozen_bytes is not None and each.staging_bytes is not None:
+        held = size_text(each.frozen_bytes + each.staging_bytes)
+        staged, regions = size_text(each.staging_bytes), size_text(each.frozen_bytes)
+        lines.append(f"  replay holds {held}: {staged} staged, {regions} of regions")
     if each.verdict.capturable and each.capture_seconds is not None:
         lines.append(f"  capture about {each.capture_seconds:.0f} s ({each.operators:,} operators a call)")
     told: set[str] = set()

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from cadence_fx._units import parse_size
 from cadence_fx.adapters.families import EXAMPLE, FAMILIES, deployment, family
 from cadence_fx.backend import declared_contract
-from cadence_fx.cli.output import FAILED, OK, Mistake, one_line, print_json, table
+from cadence_fx.cli.named import example
+from cadence_fx.cli.output import FAILED, OK, Mistake, print_json, table
 from cadence_fx.contract import Contract
 from cadence_fx.deployment import Deployment
-from cadence_fx.errors import CadenceError
 from cadence_fx.plan_example import from_example
 from cadence_fx.plan_text import plan_text
 from cadence_fx.planned import read_table
@@ -103,7 +101,7 @@ def _sources(arguments: argparse.Namespace) -> list[Path | Deployment]:
     if arguments.set and arguments.family is None:
         raise Mistake("--set is for the options of a --family")
     if arguments.example is not None:
-        return [_example(arguments.example, files)]
+        return [_from_example(arguments.example, files)]
     if arguments.family is not None:
         return [deployment(arguments.family, _merged(files), _options(arguments.set), source=_names(files))]
     if not files:
@@ -137,10 +135,10 @@ def _options(given: Sequence[str]) -> dict[str, str]:
     return options
 
 
-def _example(reference: str, files: Sequence[Path]) -> Deployment:
+def _from_example(reference: str, files: Sequence[Path]) -> Deployment:
     if len(files) > 1:
         raise Mistake("--example is planned with one contract")
-    module, args, kwargs = _called(reference)
+    module, args, kwargs = example(reference)
     contract: Contract | None
     if files:
         data = read_table(files[0])
@@ -150,25 +148,3 @@ def _example(reference: str, files: Sequence[Path]) -> Deployment:
     else:
         contract = declared_contract(module)
     return from_example(module, args, kwargs, contract=contract)
-
-
-def _called(reference: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
-    """What the named object returns. The user has named it, so it is imported and called."""
-    name, colon, attribute = reference.partition(":")
-    if not colon or not name or not attribute:
-        raise Mistake(f"--example takes MODULE:OBJECT, found {reference!r}")
-    sys.path.insert(0, "")
-    try:
-        found: Any = import_module(name)
-        for step in attribute.split("."):
-            found = getattr(found, step)
-        result = found()
-    except CadenceError:
-        raise
-    except Exception as error:  # the user's code, which may raise anything
-        raise Mistake(f"{reference}: {type(error).__name__}: {one_line(str(error), 200)}") from error
-    finally:
-        sys.path.remove("")
-    if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[1], (tuple, list)):
-        raise Mistake(f"{reference} must return (module, args) or (module, args, kwargs)")
-    return result[0], result[1], dict(result[2]) if len(result) == 3 else {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,7 @@ decoder: captured, 6 classes of 64 allowed
   K of cache: ceil((402 - 302) / 50) + 1 = 3
   staged  bytes a call  in all classes
   x       15.6 KiB      56.2 KiB
+  replay holds 503.4 MiB: 56.2 KiB staged, 503.4 MiB of regions
   capture about 64 s (14,290 operators a call)
 
   total                  declared   stock
@@ -261,7 +264,7 @@ def test_a_picture(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("plan decoder.toml --max-classes x",
          "argument --max-classes: invalid int value: 'x' (see 'cadence plan --help')"),
         ("plan decoder.toml --picture plan.gif", "plan.gif: a picture is a .png or .svg file"),
-        ("plan --example mine_to_plan", "--example takes MODULE:OBJECT, found 'mine_to_plan'"),
+        ("plan --example mine_to_plan", "expected MODULE:OBJECT, found 'mine_to_plan'"),
         ("plan --example absent_module:f", "absent_module:f: ModuleNotFoundError: No module named 'absent_module'"),
         ("plan --example mine_to_plan:f", "mine_to_plan:f: AttributeError: module 'mine_to_plan' has no attribute 'f'"),
         ("plan --example mine_to_plan:fails", "mine_to_plan:fails: RuntimeError: no checkpoint here"),
@@ -277,6 +280,17 @@ def test_mistakes(words: str, message: str, folder: Path, capsys: pytest.Capture
     (folder / "a.json").write_text('{"dim": 64}')
     (folder / "b.json").write_text('{"dim": 128}')
     assert told(words, capsys, 2) == f"error: {message}\n"
+
+
+def test_the_commands_in_the_docs_print_what_they_show(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/plan.md").read_text()
+    (contract,) = re.findall(r"```toml\n(.+?)```", page, re.DOTALL)
+    (folder / "decoder.toml").write_text(contract)
+    blocks = re.findall(r"```console\n\$ cadence (.+?)\n(.+?)```", page, re.DOTALL)
+    assert len(blocks) == 3
+    for words, shown in blocks:
+        main(shlex.split(words))
+        assert capsys.readouterr().out == shown
 
 
 def test_no_file_is_executed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
