@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from cadence_fx.errors import ContractError
+
 MAX_CHARACTERS = 1 << 16  # its reader is slow: a few seconds for so many
 # Configurations of models name the class of a table so; the table is read and the class is not.
 _CLASS_TAGS = ("!new:", "!name:")
@@ -13,13 +15,13 @@ def yaml_data(text: str) -> Any:
     """The data of a YAML text.
 
     Raises:
-        ValueError: it is malformed or long, or has an alias, another tag or a key that is given twice; or PyYAML is
-            not installed.
+        ValueError: it is malformed or long, or has an alias, another tag or a key that is given twice.
+        ContractError: PyYAML is not installed.
     """
     try:
         import yaml
     except ImportError as error:
-        raise ValueError("PyYAML is not installed: pip install pyyaml, or save the file as JSON") from error
+        raise ContractError("YAML is read by PyYAML: pip install pyyaml, or save the file as TOML or JSON") from error
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"longer than {MAX_CHARACTERS:,} characters")
 

@@ -5,12 +5,15 @@ Nothing is computed: the call is traced on tensors without memory, to count its 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
+from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cadence_fx import paths
@@ -81,20 +84,26 @@ def _footprint(tensors: Sequence[torch.Tensor], axes: Mapping[int, str]) -> Foot
 
 
 def count_operators(
-    module: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[int | None, str | None]:
-    """Calls of operators in one call, or why they cannot be counted, with the user's line."""
+    """Calls of operators in one call, or why they cannot be counted, with the user's line.
+
+    The module is left as it is: a copy of it is traced, with tensors without memory in the place of its parameters and
+    buffers.
+    """
+    own = dict(chain(module.named_parameters(), module.named_buffers()))
     try:
+        traced = copy.deepcopy(module, {id(tensor): tensor for tensor in own.values()})
         with torch.no_grad():
-            traced = make_fx(lambda *given: module(*given, **kwargs), tracing_mode="fake",
-                             _allow_non_fake_inputs=True)(*args)  # fmt: skip
-    except Exception as error:  # tracing runs the user's code, which may raise anything
+            graph = make_fx(lambda *given: functional_call(traced, *given), tracing_mode="fake",
+                            _allow_non_fake_inputs=True)(own, tuple(args), dict(kwargs)).graph  # fmt: skip
+    except Exception as error:  # copying and tracing run the user's code, which may raise anything
         lines = [frame for frame in traceback.extract_tb(error.__traceback__) if not _ours(frame.filename)]
         where = f"{lines[-1].filename}:{lines[-1].lineno}" if lines else "an unknown line"
         message = (str(error).splitlines() or [""])[0][:160]
         return None, (f"the call cannot be traced, at {where}: {type(error).__name__}: {message}; classes and bytes "
                       "are planned all the same, capture times are not")  # fmt: skip
-    return sum(node.op == "call_function" for node in traced.graph.nodes) or 1, None
+    return sum(node.op == "call_function" for node in graph.nodes) or 1, None
 
 
 def _ours(filename: str) -> bool:

@@ -64,12 +64,35 @@ def test_bytes_are_those_of_the_tensors() -> None:
     assert report.callables[0].operators in range(12, 20) and report.capture_seconds is not None
 
 
-def test_nothing_is_computed_and_nothing_is_changed() -> None:
-    module, (x, caches) = Decoder(), call()
-    before = [layer.ring.clone() for layer in module.layers]
-    from_example(module, (x, caches), contract=CONTRACT)
-    assert caches[0]["k"].shape == (1, 0, 8) and bool((x == 1).all())
-    assert all(torch.equal(layer.ring, ring) for layer, ring in zip(module.layers, before, strict=True))
+class Stateful(nn.Module):
+    """Writes a buffer in place, rebinds an attribute and fills a container."""
+
+    counter: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("counter", torch.zeros(1))
+        self.past: Any = torch.zeros(1, 0, 8)
+        self.seen: dict[str, Any] = {}
+
+    def forward(self, x: Tensor, notes: list[Any] | None = None) -> Tensor:
+        self.counter += 1
+        self.past = torch.cat([self.past, x], 1)[:, -6:]
+        self.seen["x"] = x
+        if notes is not None:
+            notes.append(x)
+        return self.past * 2
+
+
+def test_the_module_and_the_arguments_are_left_as_they_are() -> None:
+    past = Region("past", attribute="past", axis=1, clock="frame", retention=KeepLast(6))
+    contract = Contract([Clock("frame", 2)], [past], inputs=[Input("x", axis=1, clock="frame")])
+    module, x, notes = Stateful(), torch.ones(1, 2, 8), list[Any]()
+    before = module.past, module.counter
+    report = plan(from_example(module, (x,), {"notes": notes}, contract=contract))
+    assert report.callables[0].operators == 4 and report.region("Stateful", "past").bytes == 6 * 8 * 4
+    assert all(new is old for new, old in zip((module.past, module.counter), before, strict=True))
+    assert not module.counter.any() and not module.seen and not notes
 
 
 def test_a_call_that_cannot_be_traced_is_planned_but_for_its_operators() -> None:

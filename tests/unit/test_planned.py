@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,12 @@ def test_hostile_yaml_is_refused_and_nothing_is_called(text: str, told: str, tmp
     with pytest.raises(ContractFileError) as error:
         read_table(written(tmp_path, text, "a.yaml"))
     assert "malformed YAML" in str(error.value) and told in str(error.value)
+
+
+def test_yaml_without_its_reader_tells_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ContractError, match="pip install pyyaml"):
+        read_table(written(tmp_path, "a: 1", "a.yaml"))
 
 
 def test_tags_of_classes_are_read_as_tables() -> None:
