@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from cadence_fx.adapters.config import Config, chosen
 from cadence_fx.adapters.families import Family, Options
-from cadence_fx.adapters.token2wav_geometry import Geometry
+from cadence_fx.adapters.token2wav_geometry import Geometry, Reach
 from cadence_fx.deployment import FRAMES, Deployment, Outside, PlannedCallable
 from cadence_fx.footprint import Footprint
 
@@ -17,8 +17,10 @@ _OVERLAP = 8  # mel frames that the vocoder keeps of the chunk before
 _SAMPLES = 480  # of audio in a mel frame
 _CFG = 2  # rows of a batch with classifier-free guidance
 # Operators of one call, as traced: the flow decoder's, and in a solver step, and in a layer of that; the encoder's, and
-# in a block; the vocoder's.
-_FLOW, _STEP, _LAYER, _ENCODER, _BLOCK, _VOCODER = 25, 80, 122, 84, 97, 1243
+# in a block; the vocoders'.
+_FLOW, _STEP, _LAYER, _ENCODER, _BLOCK, _VOCODER, _BOUNDED, _FINAL = 25, 80, 122, 84, 97, 1243, 5622, 1397
+# The causal vocoder, as released.
+_REACH = Reach(block=16, f0_left=8, f0_right=3, history=31, right=5, samples=_SAMPLES, harmonics=9)
 OPTIONS: dict[str, int | str | tuple[int, ...]] = {
     "prompt": 302, "steps": 10, "hop": 25, "retained": 100, "flush": (), "package": "stepaudio2",
 }  # fmt: skip
@@ -107,7 +109,7 @@ def conformer(config: Config, numbers: Geometry, *, trimmed: bool) -> PlannedCal
     )
 
 
-def vocoder(config: Config, numbers: Geometry) -> tuple[PlannedCallable, PlannedCallable]:
+def vocoder(config: Config, numbers: Geometry) -> tuple[PlannedCallable, ...]:
     """The vocoder, in a turn's first call and in all others, with what is kept between them."""
     mel, fresh = config.whole("flow.output_size", 80), numbers.hop * numbers.rate
     samples = _OVERLAP * _SAMPLES
@@ -134,10 +136,37 @@ def vocoder(config: Config, numbers: Geometry) -> tuple[PlannedCallable, Planned
     return first, later
 
 
+def bounded_vocoder(config: Config, numbers: Geometry) -> tuple[PlannedCallable, ...]:
+    """The causal vocoder of the other package: a turn's first call, all others, and what is left at a stream's end."""
+    mel, wide = config.whole("flow.output_size", 80), _REACH.harmonics
+    phase = Footprint((1, 1, wide), "float64")
+    caches = {
+        "mel_cache": Footprint((1, mel, "frame"), stock=(1, mel, _REACH.mel)),
+        "source": Footprint((1, 1, "frame"), stock=(1, 1, _REACH.source * _REACH.samples)),
+        "phase": Footprint((1, 1, "frame"), "float64", stock=(1, 1, wide)),
+    }
+    fresh = {"mel": Footprint((1, mel, "frame")), "noise": Footprint((1, "frame", wide))}
+    empty = {"mel_cache": Footprint((1, mel, 0)), "source": Footprint((1, 1, 0)), "phase": phase}
+    held = {
+        "mel_cache": Footprint((1, mel, "held")),
+        "source": Footprint((1, 1, "held")),
+        "phase": phase,
+        "noise": Footprint((1, _REACH.f0_right * _REACH.samples, wide)),
+    }
+    first, later = (_REACH.contract(numbers, joined=joined) for joined in (False, True))
+    final = _REACH.final_contract(numbers)
+    return (
+        PlannedCallable(first.name or "", first, inputs=fresh | empty, operators=_BOUNDED),
+        PlannedCallable(later.name or "", later, regions=caches, inputs=fresh, operators=_BOUNDED),
+        PlannedCallable(final.name or "", final, inputs=held, operators=_FINAL),
+    )
+
+
 def callables(config: Config, options: Options, *, trimmed: bool = True) -> tuple[PlannedCallable, ...]:
     """All callables of the decoder."""
     numbers = geometry(config, options)
-    return (conformer(config, numbers, trimmed=trimmed), flow(config, numbers), *vocoder(config, numbers))
+    voices = (bounded_vocoder if numbers.two_rates else vocoder)(config, numbers)
+    return (conformer(config, numbers, trimmed=trimmed), flow(config, numbers), *voices)
 
 
 def _read(config: Config, options: Options) -> Deployment:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from cadence_fx.errors import ContractError
 from cadence_fx.plan_example import from_example
 from cadence_fx.planner import plan
 from cadence_fx.retention import KeepLast, Ring
+from cadence_fx.warmup import warm_up
+from tests.harness import BACKEND
 
 CONTRACT = Contract(
     [Clock("frame", 2)],
@@ -118,3 +121,33 @@ def test_examples_that_contradict_are_refused(module: Any, args: Any, contract: 
     with pytest.raises(ContractError) as error:
         from_example(module, args, contract=contract)
     assert told in str(error.value)
+
+
+class Windowed(nn.Module):
+    """A cache at the rate of frames, and one at half of it; a scale that each call stages."""
+
+    def forward(self, x: Tensor, cache: Tensor, halves: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        frames = torch.cat([cache, x], 1)
+        kept = torch.cat([halves, x[:, ::2]], 1)[:, -3:]
+        return (frames * scale).sum(1) + kept.sum(1), frames[:, -8:], kept
+
+
+def test_a_plan_is_what_warm_up_captures() -> None:
+    """Classes and bytes, the buffers of the engine counted by their storages."""
+    contract = Contract(
+        [Clock("frame", 2), Clock("half", of="frame", rate=Fraction(1, 2))],
+        [
+            Region("cache", argument="cache", result=1, axis=1, clock="frame", start=2, retention=KeepLast(8)),
+            Region("halves", argument="halves", result=2, axis=1, clock="half", retention=KeepLast(3)),
+        ],
+        inputs=[Input("x", axis=1, clock="frame")],
+    )
+    args = torch.randn(1, 2, 8), torch.randn(1, 2, 8), torch.randn(1, 0, 8), torch.randn(8)
+    options: dict[str, Any] = {"contract": contract}
+    step = torch.compile(Windowed(), backend=BACKEND, options=options)
+    with torch.no_grad():
+        measured = warm_up(step, *args)
+    report = plan(from_example(Windowed(), args, contract=contract))
+    assert report.classes == measured["classes"] == 4
+    assert report.session_bytes == measured["bytes"]["measured_carries"] == (8 + 3) * 8 * 4
+    assert report.staging_bytes == measured["bytes"]["predicted_staging"] == 4 * (2 * 8 + 8) * 4
