@@ -100,7 +100,7 @@ class Config:
             missing = [leaf for leaf in leaves if leaf not in found]
             for name in found:
                 near = get_close_matches(str(name), missing, n=1, cutoff=0.8) if name not in leaves else []
-                if near:
+                if near and abs(len(near[0]) - len(str(name))) < 3:  # longer names are other fields of a like kind
                     where = f"{table}.{name}" if table else str(name)
                     self._refuse(where, f"{str(name)[:80]!r} is not a field that is read; did you mean {near[0]!r}?")
 

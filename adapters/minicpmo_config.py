@@ -31,11 +31,15 @@ def backbone(config: Config) -> PlannedCallable:
     heads = config.whole("num_key_value_heads", 8)
     width = config.whole("head_dim", 128)
     mode = config.choice("sliding_window_mode", "off", ("off", "basic", "context"))
-    low, high = _window(config, "basic" if mode == "basic" else "text")
     kept = Footprint((layers, 2, 1, heads, FRAMES, width), "bfloat16")
-    return PlannedCallable(
-        "backbone", outside=(Outside("kv_cache", stride=1, start=low, bound=high, drops=True, footprint=kept),)
-    )
+    if mode == "context":
+        units = config.whole("context_max_units", 24)
+        cache = Outside("kv_cache", stride=1, start=0, bound=None, footprint=kept,
+                        traffic=f"units of any number of tokens, of which {units} are kept")  # fmt: skip
+    else:
+        low, high = _window(config, "basic" if mode == "basic" else "text")
+        cache = Outside("kv_cache", stride=1, start=low, bound=high, drops=True, footprint=kept)
+    return PlannedCallable("backbone", outside=(cache,))
 
 
 def speech_decoder(config: Config) -> PlannedCallable:

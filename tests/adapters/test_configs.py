@@ -65,10 +65,26 @@ MIMI = {
 LM = {"dim": 4096, "num_heads": 32, "num_layers": 32, "context": 3000, "n_q": 16, "delays": [0, 0, *[1] * 7] * 2}
 SERVER = {"decoder_first_chunk_size": 20, "decoder_chunk_size": 40, "decoder_chunk_overlap_size": 10, "decoder_N": 2401}
 
+# Fields that the published files have beside those that are read; none of them is a misspelling.
+BACKBONE = {
+    "architectures": ["MiniCPMO"], "attention_bias": False, "head_dim": 128, "hidden_size": 4096,
+    "intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers": 36, "num_attention_heads": 32,
+    "num_hidden_layers": 36, "num_key_value_heads": 8, "sliding_window": None, "use_sliding_window": False,
+    "torch_dtype": "bfloat16", "vocab_size": 151748, "vision_config": {"hidden_size": 1152},
+    "tts_config": {
+        "attention_type": "sliding_recompute", "audio_tokenizer_type": "s3tokenizer", "hidden_size": 768,
+        "num_attention_heads": 12, "num_hidden_layers": 20, "num_key_value_heads": 12, "recomputed_chunks": 1,
+        "s3_stream_chunk_size": 25, "s3_stream_prelook_size": 3, "streaming_audio_chunk_size": 50,
+        "streaming_sliding_window": False, "streaming_sliding_window_audio_window_size": 300,
+        "streaming_text_chunk_max": 7, "streaming_text_chunk_min": 3, "streaming_text_reserved_len": 300,
+        "window_size": 2,
+    },
+}  # fmt: skip
+
 FAMILY_FILES: dict[str, dict[str, Any]] = {
     "token2wav": {},
     "lychee-fd": {},
-    "minicpm-o": WINDOW,
+    "minicpm-o": {**BACKBONE, **WINDOW},
     "moshi": {**MIMI, **LM, "dep_q": 8},
     "personaplex": {**MIMI, **LM, "dep_q": 16},
     "freeze-omni": {**SERVER, "upsample_rates": [8, 5, 5, 3], "upsample_initial_channel": 512},
@@ -115,6 +131,8 @@ ROWS: list[tuple[Any, ...]] = [
     ("lychee-fd", {}, {}, "token2wav.flow", "att_cache", 50, 302, 402, 3, 1.6, "captured"),
     ("minicpm-o", {}, {}, "backbone", "kv_cache", 1, 6000, 8000, 2001, None, "too wide"),
     ("minicpm-o", DUPLEX, {}, "backbone", "kv_cache", 1, 3500, 4000, 501, None, "too wide"),
+    ("minicpm-o", {"sliding_window_mode": "context"}, {}, "backbone", "kv_cache", 1, 0, None, None, None,
+     "traffic-dependent"),
     ("minicpm-o", {}, {}, "speech_token_decoder", "kv_cache", 1, 2, 2, 1, None, "traffic-dependent"),
     ("moshi", {}, {}, "mimi.encode", "ring", 2, 250, 250, 1, 1.0, "pinned"),
     ("moshi", {}, {}, "mimi.decode", "up.0", 16, 8, 8, 1, 1.0, "pinned"),
@@ -166,6 +184,12 @@ def test_flush_lengths_are_classes_more(flow_yaml: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_file_stands_for_the_released_values(name: str, flow_yaml: dict[str, Any]) -> None:
     assert plan(deployment(name)) == planned(flow_yaml, name, {})
+
+
+@pytest.mark.skipif(not vendor.available(vendor.MOSHI), reason="the vendor package moshi is not installed")
+def test_the_released_values_are_those_of_the_vendors_loaders() -> None:
+    loaders = vendor.load("models.loaders", vendor.MOSHI)
+    assert plan(deployment("moshi", {**loaders._mimi_config, **loaders._lm_kwargs})) == plan(deployment("moshi"))
 
 
 @pytest.mark.parametrize(
