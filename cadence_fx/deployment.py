@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from cadence_fx.clock import check_count
 from cadence_fx.contract import Contract
 from cadence_fx.errors import ContractError, unknown_name
-from cadence_fx.footprint import Footprint, region_axes
+from cadence_fx.footprint import Footprint, countable, region_axes
 
 FRAMES = "frames"  # the name of the counted axis in the footprint of an `Outside`
 
@@ -41,7 +41,8 @@ class Outside:
     def __post_init__(self) -> None:
         moves = self.bound is None or self.bound != self.start
         check_count(self.stride, "stride", least=1 if moves else 0, region=self.name)
-        check_count(self.start, "start", least=0, region=self.name)
+        countable(check_count(self.start, "start", least=0, region=self.name), "start", self.name)
+        countable(max(self.stride, self.bound or 0), "bound", self.name)
         if self.bound is not None and self.bound < self.start:
             raise ContractError(f"starts at {self.start}, above the bound {self.bound}", field="start",
                                 region=self.name)  # fmt: skip
@@ -84,7 +85,7 @@ class PlannedCallable:
             except ContractError as error:
                 raise ContractError(error.problem, field=f"inputs.{argument}.{error.field}") from error
         if self.operators is not None:
-            check_count(self.operators, "operators", least=1)
+            countable(check_count(self.operators, "operators", least=1), "operators")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,13 @@ MAX_SIZE = 1 << 62
 MAX_DIMENSIONS = 64
 
 
+def countable(number: int, field: str, region: str | None = None) -> int:
+    """``number``, unless no machine counts so far; estimates and pictures are in floating point."""
+    if number > MAX_SIZE:
+        raise ContractError(f"comes to more than {MAX_SIZE:,}", field=field, region=region)
+    return number
+
+
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """The bytes of a region or of an argument (paper section 3.1: the element width times the product of extents).
@@ -45,9 +52,8 @@ class Footprint:
                 raise ContractError(f"what is allocated is a number, found {named[0]!r}", field="stock")
         if not isinstance(self.dtype, str) or self.dtype not in ITEM_BYTES:
             raise ContractError(unknown_name("dtype", str(self.dtype)[:40], list(ITEM_BYTES)), field="dtype")
-        check_count(self.instances, "instances", least=1)
-        if self.instances > MAX_SIZE:
-            raise ContractError(f"expected at most {MAX_SIZE:,}", field="instances")
+        countable(check_count(self.instances, "instances", least=1), "instances")
+        countable(self.stock_bytes or 0, "stock")
 
     @staticmethod
     def _sizes(values: object, field: str) -> tuple[int | str, ...]:
@@ -59,8 +65,7 @@ class Footprint:
         for size in sizes:
             if isinstance(size, str):
                 continue
-            if check_count(size, field, least=0) > MAX_SIZE:
-                raise ContractError(f"a size is at most {MAX_SIZE:,}, found {size}", field=field)
+            countable(check_count(size, field, least=0), field)
         return sizes
 
     def check(self, named: Mapping[int, str], region: str | None = None) -> None:
@@ -77,10 +82,10 @@ class Footprint:
                 wanted = repr(expected[axis]) if axis in expected else "a number"
                 raise ContractError(f"axis {axis}: expected {wanted}, found {size!r}", field="shape", region=region)
 
-    def nbytes(self, sizes: Mapping[str, int]) -> int:
-        """Bytes of all instances, with ``sizes`` for the axes that follow clocks."""
+    def nbytes(self, sizes: Mapping[str, int], region: str | None = None) -> int:
+        """Bytes of all instances, with ``sizes`` for the axes that follow clocks; ContractError beyond all counting."""
         count = math.prod(size if isinstance(size, int) else sizes[size] for size in self.shape)
-        return count * ITEM_BYTES[self.dtype] * self.instances
+        return countable(count * ITEM_BYTES[self.dtype] * self.instances, "shape", region)
 
     @property
     def stock_bytes(self) -> int | None:

@@ -18,7 +18,7 @@ from cadence_fx.contract import Contract
 from cadence_fx.deployment import FRAMES, Deployment, Outside, PlannedCallable
 from cadence_fx.errors import ContractError
 from cadence_fx.estimates import capture_seconds
-from cadence_fx.footprint import Footprint
+from cadence_fx.footprint import Footprint, countable
 from cadence_fx.plan_report import CallablePlan, InputPlan, PlanReport, RegionPlan
 from cadence_fx.planned import load_callable
 from cadence_fx.retention import Pinned, Ring
@@ -47,12 +47,12 @@ def plan(
         raise ContractError("plan() needs a contract, a file or a deployment", field="sources")
     for name, value in (("weights", weights), ("device_memory", device_memory)):
         if value is not None:
-            check_count(value, name, least=0)
+            countable(check_count(value, name, least=0), name)
     if max_classes is not None:
         check_count(max_classes, "max_classes", least=1)
     deployments = [_deployment(source) for source in sources]
     callables = [_callable(c, max_classes) for deployment in deployments for c in deployment.callables]
-    known = [d.weights for d in deployments if d.weights is not None]
+    known = [countable(d.weights, "weights") for d in deployments if d.weights is not None]
     return PlanReport(
         name=" + ".join(dict.fromkeys(d.name for d in deployments)),
         callables=tuple(_distinct(callables)),
@@ -90,6 +90,7 @@ def _callable(given: PlannedCallable, max_classes: int | None) -> CallablePlan:
         contract) else []  # fmt: skip
     regions += [_outside(outside, limit) for outside in given.outside]
     classes, exact, arithmetic = _width(contract, given.outside)
+    countable(classes or 0, "max_classes")
     states = classes // advances if classes is not None else None
     verdict = callable_verdict({r.name: r.verdict for r in regions}, classes=classes, limit=limit, exact=exact,
                                states=states, advances=advances)  # fmt: skip
@@ -147,7 +148,8 @@ def _arithmetic(outside: Outside) -> str:
 
 def _region(contract: Contract, region: Region, footprint: Footprint | None, limit: int, advances: int) -> RegionPlan:
     ticks = contract.frame_stride(region)
-    stride = region.added(ticks)
+    stride = countable(region.added(ticks), "growth", region.name)
+    countable(region.bound, "retention", region.name)
     # The workspace of a state whose extent never moves is as large as that; frames in flight are in another one.
     unmoving = not region.persistent and region.retention.fixed
     envelope = region.bound if unmoving else contract.envelope(region)
@@ -167,7 +169,7 @@ def _region(contract: Contract, region: Region, footprint: Footprint | None, lim
         envelope=envelope,
         classes=classes,
         arithmetic=region_arithmetic(region, ticks) if region.persistent else "1 (scratch)",
-        bytes=footprint.nbytes(sizes) if footprint else None,
+        bytes=footprint.nbytes(sizes, region.name) if footprint else None,
         stock_bytes=footprint.stock_bytes if footprint else None,
         shared=not region.persistent or region.lifetime == "process" or region.mutability == "read_only",
         verdict=region_verdict(start=region.start, bound=region.bound, stride=stride, classes=classes, limit=limit,
@@ -191,7 +193,9 @@ def _outside(outside: Outside, limit: int) -> RegionPlan:
     constant = bound == start
     mode = "no bound" if bound is None else "constant" if stride == 0 else "pinned" if constant else (
         "grows, drops" if outside.drops else "grows")  # fmt: skip
-    weight = outside.footprint.nbytes({FRAMES: bound}) if outside.footprint and bound is not None else None
+    weight = None
+    if outside.footprint is not None and bound is not None:
+        weight = outside.footprint.nbytes({FRAMES: bound}, outside.name)
     return RegionPlan(
         name=outside.name,
         place="",

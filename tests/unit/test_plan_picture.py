@@ -37,6 +37,12 @@ def test_state_without_a_bound_and_of_one_extent_can_be_drawn(name: str, tmp_pat
     assert all(each.name in text for each in report.callables)
 
 
+def test_the_picture_in_the_docs_shows_what_is_planned() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs/plan.svg").read_text()
+    for each in plan(deployment("minicpm-o")).callables:
+        assert each.name in text and f" {each.classes:,}, {each.verdict.word}" in text
+
+
 def test_a_plan_without_bytes_and_with_billions_of_classes_can_be_drawn(tmp_path: Path) -> None:
     report = plan(PlannedCallable("c", outside=(Outside("kv", stride=1, start=0, bound=10**12),)))
     report.picture(tmp_path / "plan.svg")

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from cadence_fx._units import parse_size, size_text
 from cadence_fx._yaml import MAX_CHARACTERS, yaml_data
 from cadence_fx.contract import Contract
-from cadence_fx.errors import ContractError, ContractFileError
+from cadence_fx.errors import CadenceError, ContractError, ContractFileError
 from cadence_fx.footprint import Footprint
 from cadence_fx.planned import load_callable, read_table
 from cadence_fx.planner import plan
@@ -111,7 +113,7 @@ def test_serving_reads_the_same_file_without_its_plan(tmp_path: Path) -> None:
         ('["layer", 5, "frame"]', '["layer", "frame", "frame"]', "axis 1: expected a number, found 'frame'"),
         ('["layer", 5, "frame"]', '["layer", 5.5, "frame"]', "expected a whole number, found 5.5"),
         ('["layer", 5, "frame"]', '["layer", -5, "frame"]', "expected at least 0, found -5"),
-        ('["layer", 5, "frame"]', f'["layer", {1 << 62}0, "frame"]', "a size is at most"),
+        ('["layer", 5, "frame"]', f'["layer", {1 << 62}0, "frame"]', "comes to more than 4,611,686,018,427,387,904"),
         ('["layer", 5, "frame"]', '"layer"', "expected sizes in a list"),
         ('["layer", 5, "frame"]', str([1] * 65), "at most 64 axes, found 65"),
         ("stock = [8, 5, 100]", 'stock = [8, 5, "frame"]', "what is allocated is a number, found 'frame'"),
@@ -133,6 +135,41 @@ def test_what_is_wrong_is_refused_by_its_field(old: str, new: str, told: str, tm
     with pytest.raises(ContractFileError) as error:
         plan(path)
     assert str(error.value).startswith(f"{path}: ") and told in str(error.value)
+
+
+def leaves(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path of everything in nested tables and lists."""
+    inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    return [path, *(found for key, item in inner for found in leaves(item, (*path, key)))]
+
+
+def replaced(data: Any, path: tuple[Any, ...], value: Any) -> Any:
+    if not path:
+        return value
+    copy = dict(data) if isinstance(data, dict) else list(data)
+    copy[path[0]] = replaced(data[path[0]], path[1:], value)
+    return copy
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just(10**400)
+anything = st.recursive(
+    scalars, lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=5), x, max_size=3)
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_value_in_any_place_is_planned_or_refused(data: st.DataObject, tmp_path: Path) -> None:
+    """No other exception, whatever the file says; and whatever is planned can be told."""
+    good = tomllib.loads(TEXT)
+    for _ in range(2):
+        good = replaced(good, data.draw(st.sampled_from(leaves(good))), data.draw(anything))
+    try:
+        report = plan(written(tmp_path, json.dumps(good), "any.json"))
+    except CadenceError as error:
+        assert len(str(error)) < 5000
+        return
+    assert str(report) and json.dumps(report.as_dict())
 
 
 @pytest.mark.parametrize("value", ["3", "[]", '"text"', "null"])
