@@ -55,7 +55,8 @@ class Outside:
 class PlannedCallable:
     """One callable that is to be captured.
 
-    * ``contract``: None where no clock of it can be declared; all its state is ``outside`` then.
+    * ``contract``: None where no clock of it can be declared; all its state is ``outside`` then. Beside a contract,
+      ``outside`` is what the caller keeps or what is constant, and decides no class.
     * ``regions``: by name of a region; ``inputs``: by argument, those that each call stages. An input that the
       contract declares has its clock's name on its axis.
     * ``operators``: calls of operators in one call of it, for the estimate of capture times.

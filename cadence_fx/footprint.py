@@ -82,9 +82,11 @@ class Footprint:
                 wanted = repr(expected[axis]) if axis in expected else "a number"
                 raise ContractError(f"axis {axis}: expected {wanted}, found {size!r}", field="shape", region=region)
 
-    def nbytes(self, sizes: Mapping[str, int], region: str | None = None) -> int:
-        """Bytes of all instances, with ``sizes`` for the axes that follow clocks; ContractError beyond all counting."""
-        count = math.prod(size if isinstance(size, int) else sizes[size] for size in self.shape)
+    def nbytes(self, sizes: Mapping[int, int], region: str | None = None) -> int:
+        """Bytes of all instances, with ``sizes`` of the axes that follow clocks; ContractError beyond all counting."""
+        rank = len(self.shape)
+        known = {axis % rank: size for axis, size in sizes.items()}
+        count = math.prod(size if isinstance(size, int) else known[axis] for axis, size in enumerate(self.shape))
         return countable(count * ITEM_BYTES[self.dtype] * self.instances, "shape", region)
 
     @property

@@ -15,10 +15,10 @@ from cadence_fx._region import Region
 from cadence_fx._width import region_arithmetic, region_extents
 from cadence_fx.clock import check_count
 from cadence_fx.contract import Contract
-from cadence_fx.deployment import FRAMES, Deployment, Outside, PlannedCallable
+from cadence_fx.deployment import Deployment, Outside, PlannedCallable
 from cadence_fx.errors import ContractError
 from cadence_fx.estimates import capture_seconds
-from cadence_fx.footprint import Footprint, countable
+from cadence_fx.footprint import Footprint, countable, region_axes
 from cadence_fx.plan_report import CallablePlan, InputPlan, PlanReport, RegionPlan
 from cadence_fx.planned import load_callable
 from cadence_fx.retention import Pinned, Ring
@@ -85,10 +85,11 @@ def _distinct(callables: Iterable[CallablePlan]) -> Iterator[CallablePlan]:
 def _callable(given: PlannedCallable, max_classes: int | None) -> CallablePlan:
     contract = given.contract
     limit = max_classes or (contract.max_classes if contract else DEFAULT_LIMIT)
-    advances = prod(len(contract.advances_of(c.name)) for c in contract.clocks if c.is_base) if contract else 1
-    regions = [_region(contract, r, given.regions.get(r.name), limit, advances) for r in contract.regions] if (
-        contract) else []  # fmt: skip
-    regions += [_outside(outside, limit) for outside in given.outside]
+    advances = _advances(contract)
+    regions = [_outside(outside, limit) for outside in given.outside]
+    if contract is not None:
+        declared = [_region(contract, r, given.regions.get(r.name), limit, advances) for r in contract.regions]
+        regions = declared + regions
     classes, exact, arithmetic = _width(contract, given.outside)
     countable(classes or 0, "max_classes")
     states = classes // advances if classes is not None else None
@@ -115,7 +116,10 @@ def _callable(given: PlannedCallable, max_classes: int | None) -> CallablePlan:
 
 
 def _width(contract: Contract | None, outside: Iterable[Outside]) -> tuple[int | None, bool, str]:
-    """Classes, whether they are the number itself, and its arithmetic. State outside starts with every turn too."""
+    """Classes, whether they are the number itself, and its arithmetic.
+
+    State outside specialises a callable that has no contract, as a region would; beside a contract it is the caller's.
+    """
     width = contract.width() if contract else None
     classes, text = (width.classes, width.arithmetic) if width else (1, "one state")
     for each in outside:
@@ -155,9 +159,7 @@ def _region(contract: Contract, region: Region, footprint: Footprint | None, lim
     envelope = region.bound if unmoving else contract.envelope(region)
     classes = region_extents(region, ticks) if region.persistent else 1
     stored = region.bound if region.persistent else envelope
-    sizes = {name: contract.clock(name).period or 0 for name in region.clocks}
-    if region.frame_clock is not None:
-        sizes[region.frame_clock] = stored
+    sizes = {axis: contract.clock(name).period or stored for axis, name in region_axes(region).items()}
     return RegionPlan(
         name=region.name,
         place=region.place,
@@ -195,7 +197,8 @@ def _outside(outside: Outside, limit: int) -> RegionPlan:
         "grows, drops" if outside.drops else "grows")  # fmt: skip
     weight = None
     if outside.footprint is not None and bound is not None:
-        weight = outside.footprint.nbytes({FRAMES: bound}, outside.name)
+        counted = [axis for axis, size in enumerate(outside.footprint.shape) if isinstance(size, str)]
+        weight = outside.footprint.nbytes(dict.fromkeys(counted, bound), outside.name)
     return RegionPlan(
         name=outside.name,
         place="",
@@ -217,20 +220,28 @@ def _outside(outside: Outside, limit: int) -> RegionPlan:
 
 def _input(contract: Contract | None, name: str, weighs: Footprint, states: int | None) -> InputPlan:
     """The bytes that the classes stage for one argument: each extent meets every combination of advances."""
-    entries = [e for e in contract.inputs if e.argument == name] if contract else []
-    if contract is None or not entries:
-        each = weighs.nbytes({})
-        combinations = prod(len(contract.advances_of(c.name)) for c in contract.clocks if c.is_base) if contract else 1
-        return InputPlan(name, each, each, None if states is None else states * combinations * each)
-    bases = {entry.clock: contract.clock(entry.clock) for entry in entries}
-    followed = {contract.base_of(clock).name for clock, declared in bases.items() if not declared.is_periodic}
+    entries = [entry for entry in contract.inputs if entry.argument == name] if contract else []
+    ticks = {e.clock: _ticks(contract, e.clock) for e in entries} if contract else {}
+    followed = {contract.base_of(clock).name for clock, found in ticks.items() if len(found) > 1} if contract else set()
     if len(followed) > 1:
-        raise ContractError("axes that follow two base clocks are not planned", field=f"inputs.{name}.shape")
-    counts = {c.name: len(contract.advances_of(c.name)) for c in contract.clocks if c.is_base}
-    steps = counts[next(iter(followed))] if followed else 1
-    shapes = [
-        weighs.nbytes({e.clock: e.size(bases[e.clock].period or contract.advances_of(e.clock)[step]) for e in entries})
+        raise ContractError("axes that follow two clocks with flush lengths are not planned", field=f"inputs.{name}")
+    steps = max(map(len, ticks.values()), default=1)
+    sizes = [
+        weighs.nbytes({e.axis: e.size(ticks[e.clock][step % len(ticks[e.clock])]) for e in entries})
         for step in range(steps)
     ]
-    repeats = prod(counts.values()) // steps
-    return InputPlan(name, shapes[0], max(shapes), None if states is None else states * repeats * sum(shapes))
+    staged = None if states is None else states * (_advances(contract) // steps) * sum(sizes)
+    return InputPlan(name, sizes[0], max(sizes), staged)
+
+
+def _ticks(contract: Contract, clock: str) -> tuple[int, ...]:
+    """Ticks of a clock in each call that differs in them."""
+    period = contract.clock(clock).period
+    return contract.advances_of(clock) if period is None else (period,)
+
+
+def _advances(contract: Contract | None) -> int:
+    """Combinations of what one call may advance the base clocks by."""
+    if contract is None:
+        return 1
+    return prod(len(contract.advances_of(clock.name)) for clock in contract.clocks if clock.is_base)

@@ -261,7 +261,7 @@ def test_sizes_are_told(count: int, text: str) -> None:
 
 def test_a_footprint_weighs_the_product_of_its_sizes() -> None:
     footprint = Footprint((2, "a", 3, "b"), "int64", stock=(2, 9, 3, 9), instances=5)
-    assert footprint.nbytes({"a": 7, "b": 0}) == 0 and footprint.nbytes({"a": 7, "b": 11}) == 2 * 7 * 3 * 11 * 8 * 5
+    assert footprint.nbytes({1: 7, -1: 0}) == 0 and footprint.nbytes({1: 7, 3: 11}) == 2 * 7 * 3 * 11 * 8 * 5
     assert footprint.stock_bytes == 2 * 9 * 3 * 9 * 8 * 5 and Footprint(()).nbytes({}) == 4
     footprint.check({1: "a", -1: "b"})
     with pytest.raises(ContractError, match="axis 4 follows 'a', and the shape has 4 axes"):

@@ -229,6 +229,24 @@ def test_totals_sessions_and_what_counts_as_shipped() -> None:
     assert plan(captured, weights=7).weights == 7 and plan(captured).weights is None
 
 
+def test_axes_of_one_input_may_differ() -> None:
+    """Two of a clock with flush lengths, one of a periodic clock, one of another base clock without."""
+    clocks = [Clock("frame", 4, flush=[2]), Clock("half", of="frame", rate=Fraction(1, 2)), Clock("layer", period=3),
+              Clock("other", 5)]  # fmt: skip
+    names = ("frame", "half", "layer", "other")
+    inputs = [Input("x", axis=axis, clock=clock, offset=axis) for axis, clock in enumerate(names)]
+    contract = Contract(clocks, [CACHE], inputs=inputs)
+    report = plan(PlannedCallable("c", contract, inputs={"x": Footprint(names, "int8")}))
+    normal, flush = 4 * (2 + 1) * (3 + 2) * (5 + 3), 2 * (1 + 1) * (3 + 2) * (5 + 3)
+    (entry,) = report.callables[0].inputs
+    assert (entry.bytes, entry.most_bytes, entry.staging_bytes) == (normal, normal, 26 * (normal + flush))
+    assert report.classes == 26 * 2
+    both = Contract([Clock("a", 4, flush=[2]), Clock("b", 4, flush=[2])],
+                    inputs=[Input("x", axis=0, clock="a"), Input("x", axis=1, clock="b")])  # fmt: skip
+    with pytest.raises(ContractError, match="follow two clocks with flush lengths"):
+        plan(PlannedCallable("c", both, inputs={"x": Footprint(("a", "b"))}))
+
+
 def test_plans_of_several_sources_are_one_plan() -> None:
     contract = Contract([FRAME], [CACHE], name="decoder")
     report = cadence_fx.plan(contract, contract)
