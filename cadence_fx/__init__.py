@@ -29,6 +29,8 @@ from cadence_fx.errors import UnknownArgument as UnknownArgument
 from cadence_fx.errors import UnknownState as UnknownState
 from cadence_fx.errors import UnusedClock as UnusedClock
 from cadence_fx.errors import WrongModule as WrongModule
+from cadence_fx.plan_report import PlanReport as PlanReport
+from cadence_fx.planner import plan as plan
 from cadence_fx.refresh import refresh as refresh
 from cadence_fx.replay import ExactShapeReplay as ExactShapeReplay
 from cadence_fx.report import Report as Report
@@ -62,6 +64,7 @@ __all__ = [
     "NotServed",
     "PassFailed",
     "Pinned",
+    "PlanReport",
     "PromptPlusLast",
     "Region",
     "Report",
@@ -79,6 +82,7 @@ __all__ = [
     "declare",
     "deterministic",
     "disabled",
+    "plan",
     "refresh",
     "report",
     "restore",

@@ -398,3 +398,13 @@ class WeightsWritten(CadenceError):
             "no longer those of before. Load the weights again, and keep what the code writes in a buffer, "
             "which is always put back, or declare it as a Region."
         )
+
+
+class NoPicture(CadenceError):
+    """A plan cannot be drawn into a file."""
+
+    reason = "no_picture"
+
+    def __init__(self, path: str, problem: str) -> None:
+        self.path = path
+        super().__init__(f"{path}: {problem}")

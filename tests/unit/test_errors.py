@@ -43,6 +43,7 @@ EXAMPLES: list[tuple[CadenceError, str, list[str]]] = [
         "weights_written",
         ["'layers.0.weight'", "256 MiB", "Load the weights again"],
     ),
+    (errors.NoPicture("plan.gif", "a picture is"), "no_picture", ["plan.gif", "a picture is"]),
     (
         errors.NotServed("frames +3: cache 2 -> 5", "requires_grad", "an input requires grad"),
         "requires_grad",

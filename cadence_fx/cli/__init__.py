@@ -1,0 +1,1 @@
+"""The command line: `cadence plan`, `infer`, `doctor` and `explain`, one module each."""
