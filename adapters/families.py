@@ -149,6 +149,35 @@ FAMILIES: list[Family] = [
         modules=("moshi_lm",),
         shared=("moshi_state",),
     ),
+    Family(
+        name="personaplex-mimi",
+        models="PersonaPlex's codec",
+        classes=("models.compression.MimiModel",),
+        methods=("encode", "decode", "set_streaming_state_inplace"),
+        releases=(Release("moshi-personaplex", "0.1.0"),),
+        adapter="cadence_fx.adapters.personaplex:PersonaMimiStream",
+        modules=("personaplex",),
+        shared=("moshi", "moshi_state"),
+    ),
+    Family(
+        name="personaplex",
+        models="PersonaPlex",
+        classes=("models.lm.LMGen",),
+        methods=("step", "step_embeddings", "set_streaming_state_inplace"),
+        releases=(Release("moshi-personaplex", "0.1.0"),),
+        adapter="cadence_fx.adapters.personaplex_lm:PersonaDialogueStream",
+        modules=("personaplex_lm",),
+        shared=("moshi_lm", "moshi_state"),
+    ),
+    Family(
+        name="freeze-omni",
+        models="Freeze-Omni",
+        classes=("decoder.llm2tts.llm2TTS", "ticodec.vqvae_tester.VqvaeTester", "ticodec.vqvae.VQVAE"),
+        releases=(Release("VITA-MLLM/Freeze-Omni", "3e17af4", packaged=False),),
+        adapter="cadence_fx.adapters.freeze_omni:FreezeOmniStream",
+        released="cadence_fx.adapters.freeze_omni:released",
+        modules=("freeze_omni",),
+    ),
 ]
 
 

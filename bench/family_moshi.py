@@ -39,16 +39,10 @@ class Moshi(Subject):
         if variant == EAGER:
             os.environ["NO_CUDA_GRAPH"] = "1"
         self.variant, self.device = variant, device
-        # The small codec has four codebooks of 64 codes in use; the small language model speaks eight of 300.
-        sizes = (
-            dataclasses.replace(vendor.SMALL_MIMI, codebooks=8, levels=8, bins=vendor.SMALL_MOSHI.bins)
-            if small
-            else vendor.MIMI
-        )
-        self.mimi = vendor.build_mimi(sizes, device)
-        self.gen = vendor.build_lm_gen(vendor.SMALL_MOSHI if small else vendor.MOSHI_7B, device)
+        self.mimi, self.gen = self.build(device, small)
         draw = torch.Generator().manual_seed(0)
-        self.samples = (0.1 * torch.randn(TICKS, 1, 1, self.mimi.frame_size, generator=draw)).to(device)
+        samples = int(self.mimi.sample_rate / self.mimi.frame_rate)
+        self.samples = (0.1 * torch.randn(TICKS, 1, 1, samples, generator=draw)).to(device)
         bins = min(self.mimi.cardinality, self.gen.lm_model.card)
         self.codes = torch.randint(bins, (TICKS, 1, 8, 1), generator=draw).to(device)
         self.parts = {"encode": self._encode, "step": self._step, "decode": self._decode, "frame": self._frame}

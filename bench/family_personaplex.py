@@ -3,12 +3,13 @@
 | variant | what it is |
 | ------- | ---------- |
 | eager   | the vendor's code with its CUDA graphs off |
-| vendor  | with the CUDA graphs that the vendor captures by hand: both transformers of the codec, and the language model's |
+| vendor  | with the CUDA graphs that the vendor captures by hand: the codec's transformers and the language model's |
 | cadence | both objects bound, the backend's three replays |
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class PersonaPlex(Moshi):
 
     def build(self, device: torch.device, small: bool) -> tuple[Any, Any]:
         if small:
-            sizes = personaplex.SMALL_PERSONA_MIMI
+            sizes = dataclasses.replace(personaplex.SMALL_PERSONA_MIMI, bins=personaplex.SMALL_PERSONA.bins)
             return personaplex.build_mimi(sizes, device), personaplex.build_lm_gen(personaplex.SMALL_PERSONA, device)
         return personaplex.build_mimi(device=device), personaplex.build_lm_gen(device=device)
 

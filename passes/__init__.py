@@ -46,6 +46,7 @@ from cadence_fx.passes.provenance import (
     prove_retentions,
 )
 from cadence_fx.passes.reinplace_retention import ReinplaceRetention
+from cadence_fx.passes.spell_casts import SpellCasts
 from cadence_fx.passes.split_host import SplitHost
 from cadence_fx.passes.stage_reads import stage_reads
 from cadence_fx.passes.verify_capturable import VerifyCapturable
@@ -83,6 +84,7 @@ __all__ = [
     "RegionSlot",
     "ReinplaceRetention",
     "SlowPart",
+    "SpellCasts",
     "SplitHost",
     "Step",
     "Unproved",

@@ -36,7 +36,7 @@ import torch.fx as fx
 
 from cadence_fx.passes.base import PassContext, PassResult
 from cadence_fx.passes.graphs import RUNS_EAGER, GraphFacts, OpOverload, may_write, output_node, trace_again
-from cadence_fx.passes.native_clocks import NativeClock, native_clocks
+from cadence_fx.passes.native_clocks import NativeClock, native_clocks, steady_inputs
 from cadence_fx.passes.placement import is_view
 
 __all__ = ["ConstantWrites"]
@@ -70,8 +70,7 @@ class ConstantWrites:
 
     def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
         facts = ctx.facts_of(gm.graph)
-        steady = ctx.frozen_inputs - ctx.unsteady.keys() - {slot.placeholder for slot in ctx.regions}
-        found = _constant(gm, facts, steady, _memories(gm.graph, facts))
+        found = _constant(gm, facts, steady_inputs(ctx), _memories(gm.graph, facts))
         for memory in found:
             _separate(gm.graph, facts, memory)
         if found:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from cadence_fx.passes.base import PassContext
 from cadence_fx.passes.constants import is_constant_attribute
 from cadence_fx.passes.effects import draws, reads_value
 from cadence_fx.passes.graphs import RUNS_EAGER, GraphFacts, OpOverload, may_write, schema, tensors_in
 
-__all__ = ["NativeClock", "native_clocks"]
+__all__ = ["NativeClock", "native_clocks", "steady_inputs"]
 
 
 class NativeClock(enum.IntEnum):
@@ -23,6 +24,11 @@ class NativeClock(enum.IntEnum):
     CONSTANT = 0
     PROCESS = 1  # with the weights: inputs at fixed addresses, whoever writes them between calls
     CALL = 2
+
+
+def steady_inputs(ctx: PassContext) -> frozenset[str]:
+    """Names of the placeholders that keep their memory and that only others write, between calls: no states."""
+    return ctx.frozen_inputs - ctx.unsteady.keys() - {slot.placeholder for slot in ctx.regions}
 
 
 def native_clocks(
@@ -34,7 +40,7 @@ def native_clocks(
     that does not repeat follows the call, whatever it depends on.
 
     Args:
-        steady: names of the placeholders that keep their memory and that only others write, between calls.
+        steady: the placeholders of slow values, as `steady_inputs` has them.
         settled: alias classes whose writes count like operators that make what they write. What reads such memory has
             the clock of what made it: of CALL if that is, whatever is written later.
     """

@@ -34,6 +34,7 @@ from cadence_fx.passes.late_writes import LateWrites
 from cadence_fx.passes.merge_common import MergeCommon
 from cadence_fx.passes.parallel_branches import ParallelBranches
 from cadence_fx.passes.reinplace_retention import ReinplaceRetention
+from cadence_fx.passes.spell_casts import SpellCasts
 from cadence_fx.passes.split_host import SplitHost
 from cadence_fx.passes.verify_capturable import VerifyCapturable
 from cadence_fx.passes.write_parts import WriteParts
@@ -86,6 +87,7 @@ def _all() -> list[Pass]:
         ForwardStores(),  # before the states are followed: what they are made of is then closer at hand
         ElideCopies(),  # after the stores: some copies were made of memory that is gone
         ReinplaceRetention(),  # after whatever changes how a state is computed; its writes stay behind reads of the old
+        SpellCasts(),  # just before they are kept; what follows states has no use for them
         HoistSlow(),  # after what follows states, which goes by constants; it writes nothing
         JitChains(),  # after the writes on states, which are no part of a chain; before results are put elsewhere
         WriteParts(),  # after the states have been followed through the cats

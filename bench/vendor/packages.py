@@ -4,14 +4,13 @@ A package imports its tokenizer, speaker model and audio loaders when it is impo
 decoder, so its submodules are imported without the package's `__init__`, with placeholder modules where an optional
 import is missing (only while importing).
 
-Two packages install a top-level `stepaudio2`. The second one is imported under a name of its own: its modules'
-absolute imports of `stepaudio2` are renamed as they are compiled, and nothing else in them is. `moshi` is the only one
-of its name.
-
-Lychee-FD is published as a repository: the environment variable CADENCE_LYCHEE_FD names a checkout of it.
+Two packages install a top-level `stepaudio2`, two a top-level `moshi`, and one a top-level `models`, as many do. The
+second one of each pair and the last are imported under names of their own: their modules' absolute imports are renamed
+as they are compiled, and nothing else in them is.
 
 A package is looked for on `sys.path`, then in `vendor/<distribution>` of the environment, then in `.vendor/` of this
-repository, unpacked there itself or in a folder of the distribution's name.
+repository, unpacked there itself or in a folder of the distribution's name. One that is on no index is looked for in
+the checkout that an environment variable names, and nowhere else.
 """
 
 from __future__ import annotations
@@ -51,15 +50,18 @@ class Package:
     top: str  # the folder that it installs
     has: str  # what tells that folder from others of its name: something in it,
     lacks: str | None = None  # and something that is not
-    checkout: str | None = None  # for code that is not packaged, the environment variable that names a checkout
+    checkout: str | None = None  # the environment variable that names a clone of its repository; it is on no index
+
+    def _roots(self) -> list[Path]:
+        if self.checkout is not None:
+            named = os.environ.get(self.checkout)
+            return [Path(named), Path(named, self.top)] if named else []
+        vendored = [Path(sys.prefix, "vendor", self.distribution), _REPOSITORY / ".vendor"]
+        return [*map(Path, sys.path), *vendored, _REPOSITORY / ".vendor" / self.distribution]
 
     def folder(self) -> Path | None:
         """Where its top-level folder is, None when it is not installed."""
-        if self.checkout is not None:
-            found = Path(os.environ.get(self.checkout, os.devnull), self.top)
-            return found if (found / self.has).exists() else None
-        roots = [*map(Path, sys.path), Path(sys.prefix, "vendor", self.distribution), _REPOSITORY / ".vendor"]
-        for root in (*roots, _REPOSITORY / ".vendor" / self.distribution):
+        for root in self._roots():
             found = root / self.top
             if (found / self.has).exists() and not (self.lacks and (found / self.lacks).exists()):
                 return found
@@ -73,9 +75,16 @@ LYCHEE_FD = Package(
     checkout="CADENCE_LYCHEE_FD",
 )  # fmt: skip
 MOSHI = Package("moshi", "0.2.13", "moshi", "moshi", has="conditioners")
+PERSONAPLEX = Package(
+    "moshi-personaplex", "0.1.0", "personaplex_moshi", "moshi", has="offline.py", lacks="conditioners",
+    checkout="CADENCE_PERSONAPLEX",
+)  # fmt: skip
 # One folder of it, under a name of its own: the packages around it import a serving engine.
 VLLM_OMNI = Package(
     "vllm-omni", "0.30.0", "vllm_omni_minicpmo", "vllm_omni/model_executor/models/minicpmo_4_5", has="pipeline.py"
+)
+FREEZE_OMNI = Package(
+    "Freeze-Omni", "3e17af4", "freeze_omni_models", "models", has="decoder/ticodec", checkout="CADENCE_FREEZE_OMNI"
 )
 
 
@@ -116,11 +125,21 @@ _OPTIONAL: dict[str, dict[str, Any]] = {
     "huggingface_hub": {"hf_hub_download": None},
     "huggingface_hub.errors": {"EntryNotFoundError": LookupError},
     "safetensors": {},
-    "safetensors.torch": {"load_file": None},
+    "safetensors.torch": {"load_file": None, "load_model": None, "save_file": None},
     "sentencepiece": {"SentencePieceProcessor": None},
+    "sphn": {},
+    "tqdm": {},
+    "tqdm.auto": {"tqdm": None},
     "vllm": {},
     "vllm.logger": {"init_logger": logging.getLogger},
     "vllm.platforms": {"current_platform": _Platform},
+    "transformers": {"LlamaConfig": None},
+    "transformers.cache_utils": {"DynamicCache": None},
+    "transformers.models": {},
+    "transformers.models.llama": {},
+    "transformers.models.llama.modeling_llama": dict.fromkeys(
+        ("LlamaDecoderLayer", "LlamaRMSNorm", "LlamaRotaryEmbedding")
+    ),
 }
 
 
@@ -179,20 +198,24 @@ def _nothing_compiled() -> Iterator[None]:
         del os.environ["NO_TORCH_COMPILE"]
 
 
+_tops: dict[str, str] = {}  # name of a renamed package -> the name that its modules know it by
+
+
 class _RenamingLoader(importlib.machinery.SourceFileLoader):
     """Compiles a module of a renamed package: `from stepaudio2.x import y` becomes an import from its own name, and so
     does `from cosyvoice2.x import y` in a checkout that is on nobody's path."""
 
     def get_code(self, fullname: str) -> types.CodeType:
         path = self.get_filename(fullname)
+        name = fullname.partition(".")[0]
+        top = _tops[name]
         tree = ast.parse(self.get_data(path), path)
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                top, root = node.module.partition(".")[0], fullname.partition(".")[0]
-                if top == FOLDER:
-                    node.module = root + node.module[len(FOLDER) :]
-                elif top in _UNPACKAGED:
-                    node.module = f"{root}.{node.module}"
+            absolute = isinstance(node, ast.ImportFrom) and node.module and not node.level
+            if absolute and node.module.split(".")[0] == top:
+                node.module = name + node.module[len(top) :]
+            elif absolute and node.module.split(".")[0] in _UNPACKAGED:
+                node.module = f"{name}.{node.module}"
         return compile(tree, path, "exec")  # never from or into the cache, which is keyed by path alone
 
 
@@ -219,17 +242,17 @@ def load(module: str, package: Package = STEPAUDIO2) -> types.ModuleType:
     """
     folder = package.folder()
     if folder is None:
+        remedy = f"pip install --no-deps {package.distribution}=={package.version}"
         if package.checkout is not None:
-            raise ModuleNotFoundError(f"{package.checkout} names no checkout of {package.distribution}")
-        raise ModuleNotFoundError(
-            f"{package.top} is not importable: pip install --no-deps {package.distribution}=={package.version}"
-        )
+            remedy = f"let {package.checkout} name a clone of the repository of {package.distribution}"
+        raise ModuleNotFoundError(f"{package.top} is not importable: {remedy}")
     if package.name not in sys.modules:
         root = types.ModuleType(package.name)
         root.__path__ = [str(folder)]
         root.__version__ = package.version  # type: ignore[attr-defined]
         sys.modules[package.name] = root
         if package.name != package.top:
+            _tops[package.name] = package.top
             sys.meta_path.insert(0, _RenamingFinder(package.name))
     with _dynamo_config_kept(), _nothing_compiled(), _placeholders():
         return importlib.import_module(f"{package.name}.{module}")

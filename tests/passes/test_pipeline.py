@@ -164,6 +164,7 @@ def test_default_order() -> None:
         "forward_stores",
         "elide_copies",
         "reinplace_retention",
+        "spell_casts",
         "hoist_slow",
         "batch_copies",
         "cleared_products",
