@@ -82,8 +82,6 @@ class Family:
 _STREAMING = ("streaming", "streaming_forever", "reset_streaming", "set_streaming_state", "get_streaming_state")
 _TOKEN2WAV = ("stream", "set_stream_cache", "flow.setup_cache", "flow.inference_chunk", "flow.encoder.forward_chunk",
               "flow.decoder.forward_chunk")  # fmt: skip
-_PERSONAPLEX = Release("NVIDIA/personaplex", "3428dfd", has=("save_streaming_state",), lacks=("set_exec_mask",),
-                       packaged=False)  # fmt: skip
 _SHARED = ("token2wav", "token2wav_prompts", "token2wav_steps", "token2wav_geometry", "token2wav_released")
 
 FAMILIES: list[Family] = [
@@ -155,8 +153,8 @@ FAMILIES: list[Family] = [
         name="personaplex-mimi",
         models="PersonaPlex's codec",
         classes=("models.compression.MimiModel",),
-        methods=("encode", "decode", *_STREAMING),
-        releases=(_PERSONAPLEX,),
+        methods=("encode", "decode", "set_streaming_state_inplace"),
+        releases=(Release("moshi-personaplex", "0.1.0"),),
         adapter="cadence_fx.adapters.personaplex:PersonaMimiStream",
         modules=("personaplex",),
         shared=("moshi", "moshi_state"),
@@ -165,8 +163,8 @@ FAMILIES: list[Family] = [
         name="personaplex",
         models="PersonaPlex",
         classes=("models.lm.LMGen",),
-        methods=("step", "step_embeddings", "prepare_step_input", *_STREAMING),
-        releases=(_PERSONAPLEX,),
+        methods=("step", "step_embeddings", "set_streaming_state_inplace"),
+        releases=(Release("moshi-personaplex", "0.1.0"),),
         adapter="cadence_fx.adapters.personaplex_lm:PersonaDialogueStream",
         modules=("personaplex_lm",),
         shared=("moshi_lm", "moshi_state"),
@@ -174,11 +172,7 @@ FAMILIES: list[Family] = [
     Family(
         name="freeze-omni",
         models="Freeze-Omni",
-        classes=(
-            "decoder.llm2tts.llm2TTS",
-            "decoder.ticodec.vqvae_tester.VqvaeTester",
-            "decoder.ticodec.vqvae.VQVAE",
-        ),
+        classes=("decoder.llm2tts.llm2TTS", "ticodec.vqvae_tester.VqvaeTester", "ticodec.vqvae.VQVAE"),
         releases=(Release("VITA-MLLM/Freeze-Omni", "3e17af4", packaged=False),),
         adapter="cadence_fx.adapters.freeze_omni:FreezeOmniStream",
         released="cadence_fx.adapters.freeze_omni:released",

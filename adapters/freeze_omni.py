@@ -166,7 +166,7 @@ def _codec(speech: Any) -> Any:
             f"expected llm2TTS, VqvaeTester or VQVAE of Freeze-Omni at 3e17af4, found {found}", field="speech"
         )
     if "forward" in vars(vqvae):
-        raise AlreadyBound("VQVAE")
+        raise AlreadyBound(type(vqvae).__name__)
     if any(hasattr(module, "weight_g") for module in vqvae.generator.modules()):
         raise ContractError(
             "the generator computes its weights in every call: generator.remove_weight_norm(), as llm2TTS does",

@@ -1,11 +1,11 @@
 """Builds released models with random weights, for tests and benchmarks.
 
 Two packages publish Token2Wav: `stepaudio2-minicpmo` 0.1.1 and `minicpmo-utils` 1.0.7, whose streaming vocoder is
-another. Lychee-FD publishes a third form of it, in a repository. `moshi` 0.2.13 publishes Moshi and its codec, Mimi.
-PersonaPlex (`personaplex`) and Freeze-Omni (`freeze_omni`) are published as repositories alone, of which clones can be
-configured; without one of Freeze-Omni a stand-in of this project's takes its place. All other code that runs is the
-vendor's; only constructors that read checkpoint files are stepped around (see `packages` for how they are imported side
-by side).
+another. `moshi` 0.2.13 publishes Moshi and its codec, Mimi. Lychee-FD (`lychee`), PersonaPlex (`personaplex`) and
+Freeze-Omni (`freeze_omni`) are published as repositories alone, of which clones can be configured; without one of
+Lychee-FD a variant of the packaged class takes its place, and without one of Freeze-Omni a stand-in of this project's.
+All other code that runs is the vendor's; only constructors that read checkpoint files are stepped around (see
+`packages` for how they are imported side by side).
 """
 
 from bench.vendor.freeze_omni import SMALL_TICODEC, TICODEC, TicodecSizes, build_generator

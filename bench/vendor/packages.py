@@ -8,8 +8,6 @@ Two packages install a top-level `stepaudio2`, two a top-level `moshi`, and one 
 second one of each pair and the last are imported under names of their own: their modules' absolute imports are renamed
 as they are compiled, and nothing else in them is.
 
-Lychee-FD is published as a repository: the environment variable CADENCE_LYCHEE_FD names a checkout of it.
-
 A package is looked for on `sys.path`, then in `vendor/<distribution>` of the environment, then in `.vendor/` of this
 repository, unpacked there itself or in a folder of the distribution's name. One that is on no index is looked for in
 the checkout that an environment variable names, and nowhere else.

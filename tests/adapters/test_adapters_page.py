@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import cadence_fx
 from bench import contracts, vendor
+from bench.vendor import personaplex
 from cadence_fx import adapters
 from cadence_fx.adapters import front
 
@@ -54,23 +56,40 @@ def test_the_adapter_from_scratch_has_less_than_sixty_lines() -> None:
     assert len([line for line in block.splitlines() if line.strip()]) < 60
 
 
-@needs_moshi
-@pytest.mark.skipif(not vendor.available(), reason="stepaudio2-minicpmo is not installed")
-@pytest.mark.parametrize("title", ["Token2Wav: MiniCPM-o 4.5, Step-Audio 2", "Lychee-FD", "Moshi and its codec, Mimi"])
+OBJECTS: dict[str, tuple[vendor.Package, Callable[[], dict[str, Any]]]] = {
+    "Token2Wav: MiniCPM-o 4.5, Step-Audio 2": (
+        vendor.STEPAUDIO2,
+        lambda: {"token2wav": vendor.build_token2wav(vendor.TINY)},
+    ),
+    "Lychee-FD": (vendor.STEPAUDIO2, lambda: {"token2wav": vendor.build_lychee(vendor.TINY)}),
+    "Moshi and its codec, Mimi": (
+        vendor.MOSHI,
+        lambda: {"mimi": vendor.build_mimi(vendor.SMALL_MIMI), "lm_gen": vendor.build_lm_gen(vendor.SMALL_MOSHI)},
+    ),
+    "PersonaPlex": (
+        vendor.PERSONAPLEX,
+        lambda: {
+            "mimi": personaplex.build_mimi(personaplex.SMALL_PERSONA_MIMI),
+            "lm_gen": personaplex.build_lm_gen(personaplex.SMALL_PERSONA),
+        },
+    ),
+    "Freeze-Omni": (vendor.FREEZE_OMNI, lambda: {"tts": vendor.build_generator(vendor.SMALL_TICODEC)}),
+}
+
+
+@pytest.mark.parametrize("title", OBJECTS)
 def test_the_two_lines_of_a_family_run_as_they_stand(title: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On small objects; the captures themselves are tested elsewhere, and only counted here."""
+    package, build = OBJECTS[title]
+    if not vendor.available(package):
+        pytest.skip(f"{package.distribution} is not available")
     warmed: list[Any] = []
     monkeypatch.setattr(front, "warm_up", lambda step, *given: warmed.append(step))
     (lines,) = re.findall(r"```py\n(.+?)```", SECTIONS[title], re.DOTALL)
     assert len(lines.splitlines()) == 2
-    names: dict[str, Any] = {"cadence_fx": cadence_fx, "adapters": adapters}
-    if title == "Moshi and its codec, Mimi":
-        names |= {"mimi": vendor.build_mimi(vendor.SMALL_MIMI), "lm_gen": vendor.build_lm_gen(vendor.SMALL_MOSHI)}
-    else:
-        build = vendor.build_lychee if title == "Lychee-FD" else vendor.build_token2wav
-        names["token2wav"] = build(vendor.TINY)
+    names: dict[str, Any] = {"cadence_fx": cadence_fx, "adapters": adapters, **build()}
     exec(lines, names)
     bound = [each for each in names.values() if type(each) is adapters.Bound]
-    assert sum(len(each.contracts()) for each in bound) == len(warmed) > 0
+    assert set().union(*(each.binding.compiled().values() for each in bound)) == set(warmed)
     for each in bound:
         adapters.unbind(each)
