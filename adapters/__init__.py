@@ -3,7 +3,7 @@
 from cadence_fx.adapters.base import Adapter, Binding, Replaced, compiler
 from cadence_fx.adapters.families import Family, Release, families, register_family, unregister_family
 from cadence_fx.adapters.front import Bound, BoundReport, bind, unbind
-from cadence_fx.adapters.registry import contract_for, register, unregister
+from cadence_fx.adapters.registry import contract_for, hazards_for, register, unregister
 
 __all__ = [
     "Adapter",
@@ -17,6 +17,7 @@ __all__ = [
     "compiler",
     "contract_for",
     "families",
+    "hazards_for",
     "register",
     "register_family",
     "unbind",

@@ -4,7 +4,7 @@ binding of a vendor's object to steps that have them."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from cadence_fx.contract import Contract
 from cadence_fx.errors import AlreadyBound, ContractError
+from cadence_fx.hazard import Hazard
 
 Compile = Callable[[nn.Module, Contract], Callable[..., Any]]
 
@@ -97,6 +98,14 @@ class Replaced:
 def replays(backend: Any) -> bool:
     """Whether steps that are compiled with a backend are replayed by this project's engine."""
     return backend == "cadence" or getattr(backend, "__module__", None) == "cadence_fx.backend"
+
+
+@runtime_checkable
+class Advises(Protocol):
+    """An adapter that knows hazards of its modules which no example call shows."""
+
+    def hazards(self, module: nn.Module) -> Sequence[Hazard]:
+        """The hazards of this module."""
 
 
 def compiler(backend: str | Callable[..., Any] | None, passes: Any, dynamic: bool | None = None) -> Compile:

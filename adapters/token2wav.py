@@ -27,7 +27,7 @@ import logging
 import types
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -39,10 +39,20 @@ from cadence_fx.adapters.base import Binding, Replaced, compiler, replays
 from cadence_fx.adapters.token2wav_bounded import BoundedBinding, BoundedStep, FinalStep
 from cadence_fx.adapters.token2wav_geometry import FLUSH_TOKENS, Geometry, Reach
 from cadence_fx.adapters.token2wav_prompts import NoPrompt, Prompts
-from cadence_fx.adapters.token2wav_steps import ConformerStep, FlowStep, Sliced, State, StepSet, Workspaces, shipped
+from cadence_fx.adapters.token2wav_steps import (
+    ConformerStep,
+    FlowStep,
+    Sliced,
+    State,
+    StepSet,
+    Workspaces,
+    shipped,
+    vendor_graphs,
+)
 from cadence_fx.adapters.token2wav_vocoder import VocoderBinding, VocoderStep
 from cadence_fx.contract import Contract
 from cadence_fx.errors import ContractError
+from cadence_fx.hazard import Hazard
 from cadence_fx.restore import restore as restore_states
 
 __all__ = [
@@ -373,6 +383,9 @@ class _Token2Wav:
             case FinalStep():
                 return module.reach.final_contract(module.geometry)
         return None
+
+    def hazards(self, module: nn.Module) -> Sequence[Hazard]:
+        return [vendor_graphs(module)] if isinstance(module, FlowStep) else []
 
 
 ADAPTER = _Token2Wav()

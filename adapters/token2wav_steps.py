@@ -14,6 +14,7 @@ from cadence_fx.adapters.base import Compile
 from cadence_fx.adapters.token2wav_geometry import Geometry
 from cadence_fx.contract import Contract
 from cadence_fx.errors import ContractError
+from cadence_fx.hazard import Hazard, hazard
 from cadence_fx.parking import Awake, awake, park
 
 State = dict[str, Tensor]
@@ -47,6 +48,31 @@ class FlowStep(nn.Module):
         mel, cnn, att = self.decoder.forward_chunk(mu, spks, cond, self.steps, 1.0, cnn_cache, att_cache)
         # The vendor hands out its own workspaces, which the next call overwrites; a state must not alias them.
         return mel, cnn[: self.steps].clone(), trim(att[: self.steps], 4, self.prompt, self.retained).contiguous()
+
+
+# Mel frames of the chunks that the vendor captures graphs for (`_init_cuda_graph_chunk`) -> the most cached ones.
+_VENDOR_GRAPHS = {30: 500, 48: 500, 96: 1000}
+
+
+def vendor_graphs(step: FlowStep) -> Hazard:
+    """Whether the vendor's own CUDA graphs (`scatter_cuda_graph`) can ever serve a declared call.
+
+    They pad: a chunk of a captured size is computed with a cache filled up with zeros, under a mask.
+    """
+    estimator: Any = step.decoder.estimator
+    captured = dict(getattr(estimator, "max_size_chunk", None) or _VENDOR_GRAPHS)
+    declared = step.geometry.chunk_frames
+    served = [frames for frames in declared if captured.get(frames, -1) >= step.prompt]
+    code = type(estimator).forward_chunk.__code__
+    line = f"{code.co_filename}:{code.co_firstlineno}"
+    sizes, calls = (", ".join(map(str, sorted(given))) for given in (captured, declared))
+    what = f"the vendor's CUDA graphs are for chunks of {sizes} frames; declared calls have {calls}"
+    if not served:
+        return hazard("vendor_graphs", f"{what}: they never fire", line)
+    which = f"{what}: they can fire for {', '.join(map(str, served))}, padded with zeros"
+    if not getattr(estimator, "use_cuda_graph", False):
+        return hazard("vendor_graphs", f"{which}, and are switched off", line)
+    return hazard("own_graph", f"{which}, and are switched on: call scatter_cuda_graph(False)", line)
 
 
 class ConformerStep(nn.Module):
