@@ -48,10 +48,15 @@ def _plain(value: object) -> Any:
     return value
 
 
-def _record(part: Any) -> dict[str, Any]:
-    """The fields of ``part`` that differ from their defaults, in declaration order."""
+def given_fields(part: Any) -> dict[str, Any]:
+    """The fields of a contract or of a part of one that differ from their defaults, in declaration order."""
     values = [(field, getattr(part, field.name)) for field in _declared(type(part))]
-    return {field.name: _plain(value) for field, value in values if value != field.default}
+    return {field.name: value for field, value in values if value != field.default}
+
+
+def _record(part: Any) -> dict[str, Any]:
+    """The same, as what TOML and JSON have."""
+    return {name: _plain(value) for name, value in given_fields(part).items()}
 
 
 def to_dict(contract: Contract) -> dict[str, Any]:
