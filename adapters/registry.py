@@ -31,7 +31,11 @@ _BUILT_IN |= {
     "cadence_fx.adapters.moshi.EncodeStep": "cadence_fx.adapters.moshi:ADAPTER",
     "cadence_fx.adapters.moshi.DecodeStep": "cadence_fx.adapters.moshi:ADAPTER",
     "cadence_fx.adapters.moshi_lm.DialogueStep": "cadence_fx.adapters.moshi_lm:ADAPTER",
+    "cadence_fx.adapters.personaplex.EncodeStep": "cadence_fx.adapters.personaplex:ADAPTER",
+    "cadence_fx.adapters.personaplex.DecodeStep": "cadence_fx.adapters.personaplex:ADAPTER",
+    "cadence_fx.adapters.personaplex_lm.DialogueStep": "cadence_fx.adapters.personaplex_lm:ADAPTER",
 }
+_BUILT_IN |= {"cadence_fx.adapters.freeze_omni.WindowStep": "cadence_fx.adapters.freeze_omni:ADAPTER"}
 _adapters: dict[str, Adapter | str] = dict(_BUILT_IN)
 
 

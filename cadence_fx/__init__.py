@@ -19,6 +19,7 @@ from cadence_fx.errors import CatalogMismatch as CatalogMismatch
 from cadence_fx.errors import CatalogTooWide as CatalogTooWide
 from cadence_fx.errors import ContractError as ContractError
 from cadence_fx.errors import ContractFileError as ContractFileError
+from cadence_fx.errors import ExampleFailed as ExampleFailed
 from cadence_fx.errors import NotCapturable as NotCapturable
 from cadence_fx.errors import NotCompiled as NotCompiled
 from cadence_fx.errors import NotServed as NotServed
@@ -34,6 +35,10 @@ from cadence_fx.errors import WrongModule as WrongModule
 from cadence_fx.explain import Explanation as Explanation
 from cadence_fx.explain import explain as explain
 from cadence_fx.hazard import Hazard as Hazard
+from cadence_fx.infer import Inferred as Inferred
+from cadence_fx.infer import infer as infer
+from cadence_fx.plan_report import PlanReport as PlanReport
+from cadence_fx.planner import plan as plan
 from cadence_fx.refresh import refresh as refresh
 from cadence_fx.replay import ExactShapeReplay as ExactShapeReplay
 from cadence_fx.report import Report as Report
@@ -61,8 +66,10 @@ __all__ = [
     "ContractFileError",
     "Diagnosis",
     "ExactShapeReplay",
+    "ExampleFailed",
     "Explanation",
     "Hazard",
+    "Inferred",
     "Input",
     "KeepLast",
     "NotCapturable",
@@ -70,6 +77,7 @@ __all__ = [
     "NotServed",
     "PassFailed",
     "Pinned",
+    "PlanReport",
     "PromptPlusLast",
     "Region",
     "Report",
@@ -89,6 +97,8 @@ __all__ = [
     "disabled",
     "doctor",
     "explain",
+    "infer",
+    "plan",
     "refresh",
     "report",
     "restore",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from cadence_fx.errors import (
     WrongModule,
 )
 from cadence_fx.layout import Layout, is_expanded, layout_of, same_geometry_copy
+from cadence_fx.leaves import tensor_paths
 from cadence_fx.program import Program
 
 # One layout for each instance of each persistent region, in the contract's order.
@@ -95,7 +96,7 @@ class ExampleCall:
         for region in contract.regions:
             leaves = list(self._leaves(region))
             if not leaves:
-                known = [paths.spell(path) for path in _tensor_paths(self.example)]
+                known = [paths.spell(path) for path in tensor_paths(self.example)]
                 raise UnknownArgument(region.argument or "", known, region=region.name)
             for path, leaf in leaves:
                 self._check_leaf(region, path, leaf)
@@ -125,7 +126,7 @@ class ExampleCall:
     def _check_result(self, region: Region, path: paths.Path, result: Any) -> None:
         """The declared place of a new state must hold a tensor."""
         if region.result is not None and not isinstance(self._returned(region, path, result), torch.Tensor):
-            known = [paths.spell(found) or "0" for found in _tensor_paths(result)]
+            known = [paths.spell(found) or "0" for found in tensor_paths(result)]
             raise UnknownArgument(str(region.result), known, field="result", region=region.name)
 
     def _check_leaf(self, region: Region, path: paths.Path, leaf: Any) -> None:
@@ -400,14 +401,3 @@ def _cloned(value: Any) -> Any:
 def _twin(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of the same geometry where there can be one."""
     return tensor.clone() if is_expanded(tensor) else same_geometry_copy(tensor)
-
-
-def _tensor_paths(value: Any, path: paths.Path = ()) -> list[paths.Path]:
-    """Where in nested containers there are tensors."""
-    if isinstance(value, torch.Tensor):
-        return [path]
-    if isinstance(value, Mapping):
-        return [found for key, item in value.items() for found in _tensor_paths(item, (*path, key))]
-    if isinstance(value, (list, tuple)):
-        return [found for i, item in enumerate(value) for found in _tensor_paths(item, (*path, i))]
-    return []

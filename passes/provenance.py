@@ -20,7 +20,16 @@ from cadence_fx.passes.graphs import GraphFacts, location, output_node, tensor_v
 from cadence_fx.passes.ids import IdRun, Leaf, NotFollowed
 from cadence_fx.retention import Pinned, Span
 
-__all__ = ["Contradicted", "Proved", "Unproved", "Verdict", "prove_retention", "prove_retentions"]
+__all__ = [
+    "Contradicted",
+    "Frame",
+    "Proved",
+    "Unproved",
+    "Verdict",
+    "follow_frames",
+    "prove_retention",
+    "prove_retentions",
+]
 
 _SAMPLE = 4096  # elements of a frame that are looked at to tell which fresh frame it is
 
@@ -55,8 +64,8 @@ Verdict = Proved | Contradicted | Unproved
 
 
 @dataclass(frozen=True, slots=True)
-class _Frame:
-    """One position of the new state: a frame of the old one, or a fresh one (``index`` None: nobody knows which)."""
+class Frame:
+    """One position of a state: a frame of the old state, or a fresh one (``index`` None: nobody knows which)."""
 
     old: bool
     index: int | None
@@ -88,7 +97,7 @@ def _prove(graph: fx.Graph, facts: GraphFacts, constants: Constants, slot: Regio
     declared = policy.survivors(slot.extent, slot.advance)
     try:
         run = IdRun(graph, facts, constants, old, result)
-        frames = _frames(run, old, result, slot)
+        frames = follow_frames(run, old, result, slot.axis, slot.advance)
     except NotFollowed as end:
         return _unproved(end.reason, end.node)
     if declared is None:
@@ -96,7 +105,7 @@ def _prove(graph: fx.Graph, facts: GraphFacts, constants: Constants, slot: Regio
     return _compare(declared, frames, result)
 
 
-def _compare(declared: tuple[Span, ...], frames: list[_Frame], result: fx.Node) -> Verdict:
+def _compare(declared: tuple[Span, ...], frames: list[Frame], result: fx.Node) -> Verdict:
     expected = [(span.source == "old", index) for span in declared for index in range(span.start, span.stop)]
     doubt: Unproved | None = None
     for position, (frame, (old, index)) in enumerate(zip(frames, expected, strict=False)):
@@ -111,7 +120,7 @@ def _compare(declared: tuple[Span, ...], frames: list[_Frame], result: fx.Node) 
     return doubt or Proved(_spans(frames, expected))
 
 
-def _doubt(leaf: Leaf, old: bool, frames: list[_Frame], expected: Sequence[tuple[bool, int]]) -> str | None:
+def _doubt(leaf: Leaf, old: bool, frames: list[Frame], expected: Sequence[tuple[bool, int]]) -> str | None:
     """Why a fresh frame that is not the declared frame may be right all the same."""
     if old:  # it may compute the very bytes that it read
         return "computes what the policy says is kept" if leaf.from_state else None
@@ -124,7 +133,7 @@ def _unproved(reason: str, node: fx.Node) -> Unproved:
     return Unproved(reason, node.name, str(node.target), location(node))
 
 
-def _spans(frames: list[_Frame], expected: Sequence[tuple[bool, int]]) -> tuple[Span, ...]:
+def _spans(frames: list[Frame], expected: Sequence[tuple[bool, int]]) -> tuple[Span, ...]:
     """Frames as spans. A fresh frame whose number nobody knows gets the one expected there, else the next one."""
     spans: list[Span] = []
     fresh = 0
@@ -142,12 +151,14 @@ def _spans(frames: list[_Frame], expected: Sequence[tuple[bool, int]]) -> tuple[
     return tuple(spans)
 
 
-def _frames(run: IdRun, old: fx.Node, result: fx.Node, slot: RegionSlot) -> list[_Frame]:
-    """What each position along the axis holds. Raises ``NotFollowed`` where it is neither one old frame nor fresh."""
-    numbers, axis = run.result, slot.axis
+def follow_frames(run: IdRun, old: fx.Node, result: fx.Node, axis: int, advance: int) -> list[Frame]:
+    """What each position of ``result`` along ``axis`` holds of the placeholder ``old``, by the element numbers of
+    ``run``, in a call that brings ``advance`` frames. Raises ``NotFollowed`` where it is neither one old frame nor
+    fresh."""
+    numbers = run.result
     before, after = tensor_val(old).shape, numbers.shape
     if numbers.numel() == 0:
-        return [_Frame(False, None)] * after[axis]
+        return [Frame(False, None)] * after[axis]
     others = [dim for dim in range(numbers.dim()) if dim != axis]
     least = numbers.amin(others).tolist() if others else numbers.tolist()
     most = numbers.amax(others).tolist() if others else numbers.tolist()
@@ -161,14 +172,14 @@ def _frames(run: IdRun, old: fx.Node, result: fx.Node, slot: RegionSlot) -> list
     for position in range(after[axis]):
         frame = numbers.select(axis, position)
         if least[position] >= count:
-            frames.append(_fresh_frame(run, frame, slot.advance))
+            frames.append(_fresh_frame(run, frame, advance))
             continue
         if most[position] >= count:
             raise NotFollowed(f"holds bytes of old and new frames at position {position}", result)
         index = int(frame.reshape(-1)[0]) // inner % before[axis]
         if not comparable or not torch.equal(frame, first_frame + index * inner):
             raise NotFollowed(f"holds bytes of the old state at position {position}, but no whole frame of it", result)
-        frames.append(_Frame(True, index))
+        frames.append(Frame(True, index))
     return frames
 
 
@@ -177,19 +188,19 @@ def _first_frame(shape: Sequence[int], axis: int) -> torch.Tensor:
     outer, inner = prod(shape[:axis]), prod(shape[axis + 1 :])
     rows = torch.arange(outer, dtype=torch.int32).mul_(shape[axis] * inner)
     numbers = rows[:, None] + torch.arange(inner, dtype=torch.int32)
-    return numbers.view(*shape[:axis], *shape[axis + 1 :])
+    return numbers.view((*shape[:axis], *shape[axis + 1 :]))
 
 
-def _fresh_frame(run: IdRun, frame: torch.Tensor, advance: int) -> _Frame:
+def _fresh_frame(run: IdRun, frame: torch.Tensor, advance: int) -> Frame:
     """A frame without old bytes; which one it is, if just one dimension of its leaf can count the fresh frames."""
     sample = frame.reshape(-1)
     sample = sample[:: max(1, sample.numel() // _SAMPLE)].long()
     leaf = run.leaf_of(int(sample[0]))
     if leaf is None or int(sample.min()) < leaf.first or int(sample.max()) >= leaf.first + prod(leaf.shape):
-        return _Frame(False, None)
+        return Frame(False, None)
     places = []
     for dim, size in enumerate(leaf.shape):
         if size == advance > 1:
             at = (sample - leaf.first) // prod(leaf.shape[dim + 1 :]) % size
             places += [int(at[0])] if bool((at == at[0]).all()) else []
-    return _Frame(False, places[0] if len(places) == 1 else None, leaf)
+    return Frame(False, places[0] if len(places) == 1 else None, leaf)

@@ -54,7 +54,9 @@ def examples(page: str) -> str:
 
 
 @needs_entry_point
-@pytest.mark.parametrize("page", ["contract", "exactness", "passes", "debugging", "doctor"])
+@pytest.mark.parametrize(
+    "page", ["adapters", "contract", "infer", "exactness", "passes", "debugging", "doctor", "plan"]
+)
 def test_the_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = examples(f"{page}.md")
     assert code

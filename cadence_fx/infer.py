@@ -1,0 +1,341 @@
+"""`infer`: the contract of a module, from one or two example calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cadence_fx import paths
+from cadence_fx._torch import original_of
+from cadence_fx.assemble import Assembled, assemble
+from cadence_fx.calls import Arguments, Live, Place, Slot
+from cadence_fx.confirm import confirm
+from cadence_fx.contract import Contract
+from cadence_fx.deduce import AMBIGUOUS, OBSERVED, PROVED, Deduced, Undeclarable, deduce, flushed
+from cadence_fx.errors import ContractError
+from cadence_fx.growth import Growth, growths
+from cadence_fx.leaves import accessor, tensor_paths
+from cadence_fx.pairs import Doubt, find_pairs
+from cadence_fx.retention import KeepLast, Pinned, PromptPlusLast, Ring
+from cadence_fx.serialize import dumps, to_dict
+from cadence_fx.source import python_source
+from cadence_fx.walk import Walk, Walker
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fact:
+    """One fact of a contract: which field of which part, how sure it is, and why.
+
+    ``confidence`` is "proved" (the graph of every call that was made says so), "observed" (calls say so) or "ambiguous"
+    (other declarations explain all that was seen as well). ``where`` is the user's line, if one is known.
+    """
+
+    part: str
+    field: str
+    value: str
+    confidence: str
+    why: str
+    where: str | None
+
+    def __str__(self) -> str:
+        return f"{self.field} {self.value}{f' ({self.why})' if self.why else ''}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Inferred:
+    """What `infer` found; ``str()`` is a contract ready to paste, with what is known of it as comments.
+
+    Attributes:
+        contract: None where no contract can say what the module does, or where it did otherwise when it was checked.
+        facts: of each clock and region.
+        ambiguous: what could not be decided, and what is assumed.
+        problems: why there is no contract.
+        checked: what the contract was compared with.
+    """
+
+    contract: Contract | None
+    facts: tuple[Fact, ...]
+    ambiguous: tuple[str, ...]
+    problems: tuple[str, ...]
+    checked: str
+
+    def facts_of(self, part: str) -> dict[str, Fact]:
+        """The facts of a region or a clock, by field."""
+        return {fact.field: fact for fact in self.facts if fact.part == part}
+
+    def python(self) -> str:
+        """Python text that makes the contract; ContractError without one."""
+        return python_source(self._found(), self._comments())
+
+    def toml(self) -> str:
+        """The contract as a TOML file; ContractError without one."""
+        return dumps(self._found())
+
+    def save(self, path: str | Path) -> None:
+        """Write the contract to a ``.toml`` or ``.json`` file; ContractError without one."""
+        self._found().save(path)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, as plain containers."""
+        return {
+            "contract": to_dict(self.contract) if self.contract is not None else None,
+            "facts": [dataclasses.asdict(fact) for fact in self.facts],
+            "ambiguous": list(self.ambiguous),
+            "problems": list(self.problems),
+            "checked": self.checked,
+        }
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """Everything as JSON."""
+        return json.dumps(self.as_dict(), indent=indent)
+
+    def _found(self) -> Contract:
+        if self.contract is None:
+            raise ContractError("; ".join(self.problems), field="infer")
+        return self.contract
+
+    def _comments(self) -> dict[str, list[str]]:
+        parts = dict.fromkeys(fact.part for fact in self.facts)
+        return {part: _told([fact for fact in self.facts if fact.part == part]) for part in parts}
+
+    def __str__(self) -> str:
+        lines = [f"# {self.checked}"] if self.checked else []
+        if self.contract is None:
+            lines += ["# There is no contract:", *(f"#   {problem}" for problem in self.problems)]
+            for part, told in self._comments().items():
+                lines += [f"# {part}:", *(f"#   {line}" for line in told)]
+        if self.ambiguous:
+            lines += ["# Not decided:", *(f"#   {doubt}" for doubt in self.ambiguous)]
+        return "\n".join([*lines, *([self.python()] if self.contract is not None else [])])
+
+
+def _told(facts: Sequence[Fact]) -> list[str]:
+    """Facts in words, those that are equally sure and of one line together."""
+    kinds = dict.fromkeys((fact.confidence, fact.where) for fact in facts)
+    return [
+        f"{confidence}{f' ({_short(where)})' if where else ''}: "
+        + "; ".join(str(fact) for fact in facts if (fact.confidence, fact.where) == (confidence, where))
+        for confidence, where in kinds
+    ]
+
+
+def _short(where: str) -> str:
+    """A file and line, relative to the working directory where that is shorter."""
+    here = f"{Path.cwd()}/"
+    return where.removeprefix(here)
+
+
+Example = Sequence[Any]
+
+
+def infer(module: Callable[..., Any], *calls: Example) -> Inferred:
+    """The contract of a streaming module, from the first call of a turn and, if given, the one that follows it.
+
+    The module is called on copies of itself, whose weights are shared, never itself; the arguments are copied, too. The
+    second call may be given what the first returned, which shows which result is which state, or have other sizes, as
+    calls that end a turn do. Nothing is declared that was not checked: before a contract is returned, its stream is
+    played with other data, and extents, catalog and what is kept are compared.
+
+    Args:
+        module: a module, or a function that keeps nothing.
+        calls: one or two; each the positional arguments, or a pair of these and a dict of those that have names.
+
+    Raises:
+        ExampleFailed: a call raises, or the module cannot be copied.
+        ContractError: there are no example calls, or more than two, or they are no sequences of arguments.
+    """
+    if not 1 <= len(calls) <= 2:
+        raise ContractError(f"expected one or two example calls, found {len(calls)}", field="calls")
+    live = Live(original_of(module))
+    first, *others = (live.bind(*_split(call)) for call in calls)
+    second = others[0] if others else None
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        return _Inference(live, first, second).run()
+
+
+def _split(call: Example) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    if not isinstance(call, (tuple, list)):
+        raise ContractError(
+            f"an example call is a tuple of arguments, found {type(call).__name__}; write (x,) for one argument",
+            field="calls",
+        )
+    if (
+        len(call) == 2
+        and isinstance(call[0], (tuple, list))
+        and isinstance(call[1], dict)
+        and set(map(type, call[1])) <= {str}
+    ):
+        return call[0], call[1]
+    return call, {}
+
+
+class _Inference:
+    """One run of `infer`."""
+
+    def __init__(self, live: Live, first: Arguments, second: Arguments | None) -> None:
+        self.live, self.first, self.second = live, first, second
+        self.doubts: list[Doubt] = []
+
+    def run(self) -> Inferred:
+        pairs = find_pairs(self.live, self.first, self.second)
+        self.doubts += pairs.doubts
+        if pairs.not_traced is not None:
+            told = f"cannot be traced ({pairs.not_traced.problem}); what is said of it was only observed"
+            self.doubts.append(Doubt("the call", told, pairs.not_traced.where))
+        later, flush = self._calls({slot.place for slot in pairs.slots})
+        walk = Walker(self.live, pairs.slots, pairs.written, self.first, later, flush).walk()
+        states: list[Deduced] = []
+        problems: list[str] = []
+        for slot in pairs.slots:
+            try:
+                states.append(deduce(walk, slot))
+            except Undeclarable as error:
+                known = slot.given or slot.result is None
+                problems.append(f"{'' if known else f'if {_result(slot)} is its next state, '}{error}")
+        problems += [self._frozen(state) for state in states if self.second is None and _is_frozen(state)]
+        if not pairs.slots:
+            problems.append("no state was found")
+        if problems:
+            return self._without(states, problems)
+        if flush is not None:
+            flush = self._flushes(states, walk, flush)
+        grown = growths(self.live, states, pairs.written, self.first, later)
+        try:
+            made = assemble(states, grown, later, flush)
+        except ContractError as error:
+            return self._without(states, [f"what was found is no contract: {error}"])
+        self.doubts += made.doubts
+        has_flush = any(clock.flush for clock in made.contract.clocks)
+        problem = confirm(made.contract, made.members, self.live, self.first, later, flush if has_flush else None)
+        if problem is not None:
+            return self._without(states, [f"a check with other data failed: {problem}"])
+        return self._with(made, grown, walk)
+
+    def _calls(self, states: set[Place]) -> tuple[Arguments, Arguments | None]:
+        """The call that follows a turn's first, and the call that ends a turn: a second example of other sizes."""
+        if self.second is None:
+            return self.first, None
+        inputs = [path for path in tensor_paths(self.first) if Place("argument", path) not in states]
+        try:
+            sizes = [(paths.get(self.first, p).shape, paths.get(self.second, p).shape) for p in inputs]
+        except (LookupError, AttributeError):
+            return self.first, None
+        if any(len(a) != len(b) for a, b in sizes):
+            return self.first, None
+        return (self.second, None) if all(a == b for a, b in sizes) else (self.first, self.second)
+
+    def _flushes(self, states: list[Deduced], walk: Walk, flush: Arguments) -> Arguments | None:
+        ended = [visit for visit in walk.visits if visit.flush]
+        most = max(
+            [state.added for state in states]
+            + [state.retention.bound for state in states]
+            + [size for path in tensor_paths(flush) for size in paths.get(flush, path).shape]
+        )
+        try:
+            for state in states:
+                state.flushed = flushed(state, ended, most)
+        except Undeclarable as error:
+            self.doubts.append(error.doubt)
+            return None
+        return flush
+
+    def _without(self, states: Sequence[Deduced], problems: Sequence[str]) -> Inferred:
+        facts = [fact for state in states for fact in _facts(str(state.slot.place), [state], None)]
+        return Inferred(None, tuple(facts), tuple(map(str, self.doubts)), tuple(problems), "")
+
+    def _with(self, made: Assembled, grown: Mapping[Place, Growth], walk: Walk) -> Inferred:
+        facts: list[Fact] = []
+        for clock in made.contract.clocks:
+            driver = made.drivers[clock.name]
+            why = f"it counts {driver}" if driver is not None else "the example call brings as many"
+            facts.append(Fact(clock.name, "stride", str(clock.stride), PROVED if driver else OBSERVED, why, None))
+            if clock.flush:
+                why = "the second call; other lengths were not seen"
+                facts.append(Fact(clock.name, "flush", str(clock.flush[0]), OBSERVED, why, None))
+        for name, states in made.members.items():
+            facts += _facts(name, states, grown.get(states[0].slot.place))
+        assumed = [
+            f"{name}: lifetime 'turn' is assumed; what a new turn keeps shows in no turn"
+            for name, states in made.members.items()
+            if states[0].retention.bound > states[0].start
+        ]
+        if all(visit.flush is False for visit in walk.visits):
+            assumed.append("no call that ends a turn was seen: flush lengths are not declared")
+        checked = f"Checked: {self._checked(made.contract, walk)}."
+        return Inferred(made.contract, tuple(facts), (*map(str, self.doubts), *assumed), (), checked)
+
+    @staticmethod
+    def _frozen(state: Deduced) -> str:
+        why = "once full it would never take a frame again; a second example call tells whether it is a state"
+        return str(Doubt(str(state.slot.place), f"ambiguous: {why}", state.line))
+
+    @staticmethod
+    def _checked(contract: Contract, walk: Walk) -> str:
+        width = contract.width()
+        calls = len(walk.visits)
+        if walk.jumped:
+            return f"{calls} calls with other data, about the start and the bound; {width} classes were not all met"
+        return (
+            f"{calls} calls with other data; extents, kept frames and all {width.classes} classes of the catalog agree"
+        )
+
+
+def _result(slot: Slot) -> str:
+    return f"result {accessor(slot.result or ())}"
+
+
+def _is_frozen(state: Deduced) -> bool:
+    """Whether what looks like a state of an argument takes no fresh frame any more, and may be no state at all."""
+    policy = state.retention
+    return (
+        state.slot.result is not None
+        and isinstance(policy, PromptPlusLast)
+        and (policy.last == 0 and policy.order == "append" or policy.prompt == 0 and policy.order == "prepend")
+    )
+
+
+def _facts(name: str, states: Sequence[Deduced], growth: Growth | None) -> list[Fact]:
+    """The facts of a region, from the state of which least is sure."""
+    rank = {AMBIGUOUS: 0, OBSERVED: 1, PROVED: 2}
+    state = min(states, key=lambda each: rank[each.confidence])
+    slot, policy, line = state.slot, state.retention, state.line
+    proved = all(each.slot.proved and (each.slot.given or each.slot.result is None) for each in states)
+    paired = PROVED if proved else OBSERVED
+    why = ""
+    if not proved and slot.result is not None:
+        why = "the second call was given it" if slot.given else "it holds frames of it, and fresh ones"
+    where = "the same place" if slot.result is None else _result(slot)
+    facts = [
+        Fact(name, "next state", where, paired, why, line),
+        Fact(
+            name,
+            "axis",
+            str(state.axis),
+            state.axis_confidence,
+            "any would do" if state.axis_confidence == AMBIGUOUS else "",
+            line,
+        ),
+        Fact(name, "start", str(state.start), OBSERVED, "as in the example", None),
+    ]
+    if growth is not None:
+        until = f", up to {growth.until} frames in all" if growth.until is not None else ""
+        facts.append(Fact(name, "growth", f"{state.added} a call", PROVED, f"{growth}{until}", line))
+    elif state.added:
+        why = "or more: what is beyond it is cut" if state.growth_confidence == AMBIGUOUS else ""
+        facts.append(Fact(name, "growth", f"{state.added} a call", state.growth_confidence, why, line))
+    bound = (
+        state.confidence
+        if isinstance(policy, (KeepLast, PromptPlusLast)) and state.confidence != AMBIGUOUS
+        else OBSERVED
+    )
+    facts.append(Fact(name, "bound", str(policy.bound), bound, "", line))
+    facts.append(Fact(name, "retention", policy.describe(), state.confidence, state.why, line))
+    if isinstance(policy, (Pinned, Ring)):
+        return facts
+    facts.append(Fact(name, "order", str(policy.order), state.confidence, "", line))
+    return facts
