@@ -15,6 +15,8 @@ VENDOR := stepaudio2-minicpmo==0.1.1 silero-vad==6.2.3
 SECOND := minicpmo-utils
 # A fork of it has the same name, so it gets a folder, too.
 CODEC := moshi
+# The serving system whose graphs the benchmark is compared with; of it, one folder is imported.
+SERVER := vllm-omni
 
 .PHONY: help setup demo test lint bench clean
 
@@ -39,6 +41,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	$(PY) -m pip install -qq --no-deps $(VENDOR)
 	$(PY) -m pip install -qq --no-deps --upgrade --target $(VENV)/vendor/$(SECOND) $(SECOND)==1.0.7
 	$(PY) -m pip install -qq --no-deps --upgrade --target $(VENV)/vendor/$(CODEC) $(CODEC)==0.2.13
+	$(PY) -m pip install -qq --no-deps --upgrade --target $(VENV)/vendor/$(SERVER) $(SERVER)==0.30.0
 	touch $@
 
 demo: $(STAMP)  ## eager against cadence: a trained model on recorded speech, and a released speech decoder

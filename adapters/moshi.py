@@ -19,16 +19,19 @@ repeats the first frame is still to come, is made anew by each call.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from importlib import import_module
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cadence_fx.adapters.base import compiler
+from cadence_fx.adapters.base import Binding, compiler
 from cadence_fx.adapters.moshi_state import (
+    MOSHI,
+    Field,
     HandWrittenGraphs,
     canonical,
     check,
@@ -36,6 +39,7 @@ from cadence_fx.adapters.moshi_state import (
     count_from_zero,
     counted,
     counters,
+    fields_of,
     layers_of,
     regions,
     uncompiled,
@@ -47,10 +51,10 @@ from cadence_fx.errors import ContractError
 __all__ = ["ADAPTER", "DecodeStep", "EncodeStep", "MimiStream"]
 
 
-class _Step(nn.Module):
+class Step(nn.Module):
     """A half of the codec, for `batch` streams and `codebooks` codes a frame."""
 
-    parts: tuple[str, ...]  # the attributes of the vendor's model that hold the state of this half
+    parts: tuple[str, ...] = ()  # the attributes of the vendor's model that hold the state of this half
 
     def __init__(self, mimi: Any, batch: int, codebooks: int) -> None:
         super().__init__()
@@ -63,12 +67,27 @@ class _Step(nn.Module):
         """The one of this half."""
         return getattr(self.mimi, self.parts[1]).transformer
 
+    @property
+    def device(self) -> torch.device:
+        """Where the codec is."""
+        return next(self.mimi.parameters()).device  # type: ignore[no-any-return]
+
+    @property
+    def fields(self) -> Callable[[Any], Iterable[Field]]:
+        """What a layer keeps, as `regions` has it."""
+        return fields_of(self.batch)
+
     def contract(self) -> Contract:
         """One clock, at the rate of codes; every state has one extent."""
         mimi = self.mimi
         each = round(mimi.encoder_frame_rate / mimi.frame_rate)  # frames of the transformers in one of codes
-        found = (regions(getattr(mimi, part), f"mimi.{part}", self.batch, each) for part in self.parts)
+        found = (regions(getattr(mimi, part), f"mimi.{part}", self.fields, each) for part in self.parts)
         return Contract([Clock("frame", 1)], list(chain.from_iterable(found)))
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """The shape of a call's argument."""
+        raise NotImplementedError
 
     def example(self) -> Tensor:
         """A random argument of a call."""
@@ -79,13 +98,17 @@ class _Step(nn.Module):
         return all(layer._streaming_state is not None for layer in self._layers)
 
 
-class EncodeStep(_Step):
+class EncodeStep(Step):
     """Samples (batch, 1, 1920) to codes (batch, codebooks, 1) int64, by the vendor's own modules."""
 
     parts = ("encoder", "encoder_transformer", "downsample")
 
+    @property
+    def given(self) -> tuple[int, ...]:
+        return self.batch, self.mimi.channels, round(self.mimi.sample_rate / self.mimi.frame_rate)
+
     def example(self) -> Tensor:
-        return torch.randn(self.batch, self.mimi.channels, self.mimi.frame_size, generator=_drawn())
+        return torch.randn(self.given, generator=_drawn())
 
     def forward(self, samples: Tensor) -> Tensor:
         count_from_zero(self.transformer)
@@ -95,13 +118,17 @@ class EncodeStep(_Step):
         return codes
 
 
-class DecodeStep(_Step):
+class DecodeStep(Step):
     """Codes (batch, codebooks, 1) int64 to samples (batch, 1, 1920), by the vendor's own modules."""
 
     parts = ("decoder", "decoder_transformer", "upsample")
 
+    @property
+    def given(self) -> tuple[int, ...]:
+        return self.batch, self.codebooks, 1
+
     def example(self) -> Tensor:
-        return torch.randint(self.mimi.cardinality, (self.batch, self.codebooks, 1), generator=_drawn())
+        return torch.randint(self.mimi.cardinality, self.given, generator=_drawn())
 
     def forward(self, codes: Tensor) -> Tensor:
         count_from_zero(self.transformer)
@@ -115,7 +142,7 @@ def _drawn() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-class MimiStream:
+class MimiStream(Binding):
     """A vendor's `MimiModel` whose `encode` and `decode` of one frame are compiled steps; used as before.
 
     While bound, `encode`, `decode` and `encode_to_latent` are methods of this object, and the graphs that the vendor
@@ -136,18 +163,20 @@ class MimiStream:
             the released codec.
     """
 
+    FAMILY = MOSHI
+    STEPS: tuple[type[Step], type[Step]] = (EncodeStep, DecodeStep)
     METHODS = ("encode", "decode", "encode_to_latent")
 
     def __init__(self, mimi: Any, *, backend: str | Callable[..., Any] | None = None, passes: Any = None) -> None:
-        check(mimi, "MimiModel", self.METHODS)
+        check(mimi, "MimiModel", self.METHODS, self.FAMILY)
         both = mimi.encoder_transformer is not None and mimi.decoder_transformer is not None
         if not both or mimi.resample_method != "conv" or mimi.encoder_frame_rate == mimi.frame_rate:
             raise ContractError("only a codec with two transformers and learnt resampling is declared", field="mimi")
         check_attention(mimi, "MimiModel")
         self.mimi = mimi
         self.eager_calls: Counter[str] = Counter()
-        self.plain: dict[tuple[type[_Step], int, int], _Step] = {}
-        self.steps: dict[_Step, Callable[..., Any]] = {}
+        self.plain: dict[tuple[type[Step], int, int], Step] = {}
+        self.steps: dict[Step, Callable[..., Any]] = {}
         self._compiled = compiler(backend, passes, dynamic=False)
         self._made: list[Any] = []  # codebooks whose table was not there before
         self._graphs, self._uncompiled = HandWrittenGraphs(), uncompiled(mimi)
@@ -163,12 +192,15 @@ class MimiStream:
         with nullcontext() if mimi.is_streaming else mimi.streaming(batch):
             state, results = mimi._streaming_state, []
             self._graphs.turn_off(state)
-            for kind in (EncodeStep, DecodeStep):
-                step = self._step(kind, state.batch_size, mimi.num_codebooks)
-                results.append(verb(self.steps[step], step.example().to(state.device)))
+            for kind in self.STEPS:
+                results.append(self._warm_up(verb, kind, state.batch_size))
         return results
 
-    def _step(self, kind: type[_Step], batch: int, codebooks: int) -> _Step:
+    def _warm_up(self, verb: Callable[..., Any], kind: type[Step], batch: int) -> Any:
+        step = self._step(kind, batch, self.mimi.num_codebooks)
+        return verb(self.steps[step], step.example().to(step.device))
+
+    def _step(self, kind: type[Step], batch: int, codebooks: int) -> Step:
         """The plain step; the compiled one is in `steps`. Every table that it reads exists afterwards."""
         key = kind, batch, codebooks
         if key not in self.plain:
@@ -183,11 +215,11 @@ class MimiStream:
 
     def _encode(self, x: Tensor) -> Tensor:
         """In place of `MimiModel.encode`: samples (batch, 1, n) to codes (batch, codebooks, n / 1920)."""
-        return self._call(EncodeStep, x, (self.mimi.channels, self.mimi.frame_size))
+        return self._call(self.STEPS[0], type(self.mimi).encode, x)
 
     def _decode(self, codes: Tensor) -> Tensor:
         """In place of `MimiModel.decode`: codes (batch, codebooks, n) to samples (batch, 1, 1920 * n)."""
-        return self._call(DecodeStep, codes, (self.mimi.num_codebooks, 1))
+        return self._call(self.STEPS[1], type(self.mimi).decode, codes)
 
     def _encode_to_latent(self, x: Tensor, quantize: bool = True) -> Tensor:
         """In place of `MimiModel.encode_to_latent`: the vendor's code, without its graphs."""
@@ -196,24 +228,34 @@ class MimiStream:
         with self._uncompiled():
             return type(self.mimi).encode_to_latent(self.mimi, x, quantize)  # type: ignore[no-any-return]
 
-    def _call(self, kind: type[_Step], given: Tensor, shape: tuple[int, int]) -> Tensor:
-        state, step = self.mimi._streaming_state, None
+    def _call(self, kind: type[Step], shipped: Callable[..., Tensor], given: Tensor) -> Tensor:
+        state = self.mimi._streaming_state
         self._graphs.turn_off(state)
-        if state is None:
-            reason = "not streaming"
-        elif given.shape != (state.batch_size, *shape):
-            reason = "undeclared size"
-        else:
-            step = self._step(kind, state.batch_size, self.mimi.num_codebooks)
-            reason = "" if step.streams() else "detached layers"
-        if step is None or reason:
-            self.eager_calls[reason] += 1
-            shipped = type(self.mimi).encode if kind is EncodeStep else type(self.mimi).decode
+        step = "not streaming" if state is None else self._serving(kind, state, given)
+        if isinstance(step, str):
+            self.eager_calls[step] += 1
             with self._uncompiled():
-                return shipped(self.mimi, given)  # type: ignore[no-any-return]
+                return shipped(self.mimi, given)
         with counted(counters(step.transformer)):
             result: Tensor = self.steps[step](canonical(given))
         return result
+
+    def _serving(self, kind: type[Step], state: Any, given: Tensor) -> Step | str:
+        """The step that a call of an open stream is, or why it is none."""
+        step = self._step(kind, state.batch_size, self.mimi.num_codebooks)
+        if given.shape != step.given:
+            return "undeclared size"
+        return step if step.streams() else "detached layers"
+
+    def compiled(self) -> dict[str, Callable[..., Any]]:
+        return {name: self.steps[step] for name, step in self._named().items()}
+
+    def contracts(self) -> dict[str, Contract]:
+        return {name: step.contract() for name, step in self._named().items()}
+
+    def _named(self) -> dict[str, Any]:
+        named = self.plain.items()
+        return {f"{kind.__name__}[batch={batch}, codebooks={n}]": step for (kind, batch, n), step in named}
 
     def unbind(self) -> None:
         """Gives the object its own methods back, as it was. A stream that is open goes on where it is."""
@@ -231,7 +273,15 @@ class _Mimi:
     classes = tuple(f"{kind.__module__}.{kind.__name__}" for kind in (EncodeStep, DecodeStep))
 
     def contract(self, module: nn.Module) -> Contract | None:
-        return module.contract() if isinstance(module, _Step) else None
+        return module.contract() if isinstance(module, Step) else None
 
 
 ADAPTER = _Mimi()
+
+
+def released() -> dict[str, Contract]:
+    """The contracts of the released codec for one stream, from the vendor's modules without memory behind them."""
+    loaders = import_module("moshi.models.loaders")
+    with torch.device("meta"):
+        mimi = loaders.get_mimi(None, device="meta", num_codebooks=8)
+    return {kind.__name__: kind(mimi, 1, mimi.num_codebooks).contract() for kind in (EncodeStep, DecodeStep)}

@@ -14,13 +14,15 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cadence_fx.adapters.base import compiler
+from cadence_fx.adapters.base import Binding, compiler
 from cadence_fx.adapters.moshi_state import (
+    MOSHI,
     HandWrittenGraphs,
     canonical,
     check,
@@ -28,6 +30,7 @@ from cadence_fx.adapters.moshi_state import (
     count_from_zero,
     counted,
     counters,
+    fields_of,
     layers_of,
     regions,
     uncompiled,
@@ -45,7 +48,8 @@ Frame = tuple[Tensor, Tensor]
 class DepthStep(nn.Module):
     """The vendor's `depformer_step`: text tokens (batch,) and hidden (batch, 1, dim) to codes (batch, codebooks).
 
-    The vendor opens a stream of the depth transformer in each call, by way of an `ExitStack`, which Dynamo cannot
+    Where given (batch, codebooks) is provided (batch, codebooks), the next code is drawn after it instead of the drawn
+    one. The vendor opens a stream of the depth transformer in each call, by way of an `ExitStack`, which Dynamo cannot
     follow; the states are made by the vendor's modules here, too.
     """
 
@@ -55,7 +59,9 @@ class DepthStep(nn.Module):
         self._layers = layers_of(gen.lm_model.depformer)
         self._sample = sys.modules[type(gen).__module__].sample_token  # type: ignore[attr-defined]
 
-    def forward(self, token: Tensor, hidden: Tensor) -> Tensor:
+    def forward(
+        self, token: Tensor, hidden: Tensor, given: Tensor | None = None, provided: Tensor | None = None
+    ) -> Tensor:
         gen, codes = self.gen, []
         for layer in self._layers:
             layer._streaming_state = layer._init_streaming_state(self.batch)
@@ -64,6 +70,8 @@ class DepthStep(nn.Module):
                 logits = gen.lm_model.forward_depformer(number, token[:, None, None], hidden)
                 token = self._sample(logits.float(), gen.use_sampling, gen.temp, gen.top_k)[:, 0, 0]
                 codes.append(token)
+                if given is not None and provided is not None:
+                    token = torch.where(provided[:, number], given[:, number], token)
         finally:
             for layer in self._layers:
                 layer._streaming_state = None
@@ -106,13 +114,14 @@ class DialogueStep(nn.Module):
             Region(name, attribute=f"gen._streaming_state.{name}", axis=axis, clock="frame", retention=retention)
             for name, (axis, retention) in own.items()
         ]
-        main = regions(self.gen.lm_model.transformer, "gen.lm_model.transformer", self.batch)
+        main = regions(self.gen.lm_model.transformer, "gen.lm_model.transformer", fields_of(self.batch))
         return Contract([Clock("frame", 1)], [*dialogue, *main])
 
-    def example(self) -> Tensor:
-        """Random codes."""
-        draw = torch.Generator().manual_seed(0)
-        return torch.randint(self.gen.lm_model.card, (self.batch, self.codebooks, 1), generator=draw)
+    def example(self) -> tuple[Tensor, ...]:
+        """Arguments of a call; the codes are random."""
+        lm = self.gen.lm_model
+        codes = torch.randint(lm.card, (self.batch, self.codebooks, 1), generator=torch.Generator().manual_seed(0))
+        return (codes.to(lm.device),)
 
     def forward(self, codes: Tensor) -> Frame:
         gen = self.gen
@@ -129,7 +138,7 @@ class DialogueStep(nn.Module):
         return tokens, hidden
 
 
-class DialogueStream:
+class DialogueStream(Binding):
     """A vendor's `LMGen` whose `step` is one compiled step; used as before.
 
     While bound, `_step`, which the vendor's `step` and `step_with_extra_heads` call, is a method of this object, and
@@ -146,11 +155,13 @@ class DialogueStream:
             classifier-free guidance, or its main transformer attends to more than its own past.
     """
 
-    METHODS = ("_step",)
+    FAMILY = MOSHI
+    STEP: type[DialogueStep] = DialogueStep
+    METHODS: dict[str, str] = {"_step": "_step"}  # of the vendor's object -> which of this one is in its place
 
     def __init__(self, gen: Any, *, backend: str | Callable[..., Any] | None = None, passes: Any = None) -> None:
-        check(gen, "LMGen", self.METHODS)
-        if gen.lm_model.depformer is None or gen.cfg_coef != 1.0:
+        check(gen, "LMGen", self.METHODS, self.FAMILY)
+        if gen.lm_model.depformer is None or getattr(gen, "cfg_coef", 1.0) != 1.0:
             raise ContractError("only a model with a depth transformer, without guidance, is declared", field="gen")
         check_attention(gen.lm_model.transformer, "LMGen")
         self.gen = gen
@@ -159,7 +170,8 @@ class DialogueStream:
         self.steps: dict[DialogueStep, Callable[..., Any]] = {}
         self._compiled = compiler(backend, passes, dynamic=False)
         self._graphs, self._uncompiled = HandWrittenGraphs(), uncompiled(gen)
-        gen._step = self._step
+        for name, own in self.METHODS.items():
+            setattr(gen, name, getattr(self, own))
 
     @torch.no_grad()
     def warm_up(self, verb: Callable[..., Any], batch: int = 1) -> Any:
@@ -171,12 +183,12 @@ class DialogueStream:
         with nullcontext() if gen.is_streaming else gen.streaming(batch):
             state = gen._streaming_state
             self._graphs.turn_off(state)
-            step = self._step_of(state.batch_size)
-            return verb(self.steps[step], step.example().to(state.device))
+            step = self._step_of(state.cache.shape[0])
+            return verb(self.steps[step], *step.example())
 
     def _step_of(self, batch: int) -> DialogueStep:
         if batch not in self.plain:
-            step = self.plain[batch] = DialogueStep(self.gen, batch)
+            step = self.plain[batch] = self.STEP(self.gen, batch)
             self.steps[step] = self._compiled(step, step.contract())
         return self.plain[batch]
 
@@ -212,9 +224,20 @@ class DialogueStream:
         speaks = gen.support_out_of_sync or state.offset_cpu > gen.max_delay
         return (tokens, hidden) if speaks else None
 
+    def compiled(self) -> dict[str, Callable[..., Any]]:
+        return {self._name(step): compiled for step, compiled in self.steps.items()}
+
+    def contracts(self) -> dict[str, Contract]:
+        return {self._name(step): step.contract() for step in self.steps}
+
+    @staticmethod
+    def _name(step: DialogueStep) -> str:
+        return f"{type(step).__name__}[batch={step.batch}]"
+
     def unbind(self) -> None:
-        """Gives the object its own method back, as it was. A stream that is open goes on where it is."""
-        del self.gen._step
+        """Gives the object its own methods back, as it was. A stream that is open goes on where it is."""
+        for name in self.METHODS:
+            delattr(self.gen, name)
         self._graphs.release()
         self.plain, self.steps = {}, {}
 
@@ -229,3 +252,11 @@ class _Dialogue:
 
 
 ADAPTER = _Dialogue()
+
+
+def released() -> dict[str, Contract]:
+    """The contract of the released 7B model for one stream, from the vendor's modules without memory behind them."""
+    loaders, models = import_module("moshi.models.loaders"), import_module("moshi.models.lm")
+    with torch.device("meta"):
+        model = models.LMModel(device="meta", dtype=torch.bfloat16, **loaders._lm_kwargs)
+    return {DialogueStep.__name__: DialogueStep(models.LMGen(model.eval()), 1).contract()}

@@ -2,6 +2,7 @@
 
 The vendor keeps each layer's state in an object on the layer, `_streaming_state`, writes it in place and never changes
 a shape. What the host counts there (`offset_cpu`) decides nothing in a layer whose weights are the same for each frame.
+PersonaPlex, a fork of an older version, has the same objects on the same layers.
 """
 
 from __future__ import annotations
@@ -12,36 +13,54 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cadence_fx.contract import Region
-from cadence_fx.errors import ContractError
+from cadence_fx.errors import AlreadyBound, ContractError
 from cadence_fx.retention import Pinned, Retention, Ring
 
-VERSIONS = ("0.2.13",)
+Field = tuple[str, int, Retention]  # of a layer's state: its name, axis and retention
 
 
-def check(given: Any, expected: str, methods: Iterable[str]) -> None:
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A vendor's code: what it is called, the versions that are declared here, and what its modules all have."""
+
+    name: str
+    versions: tuple[str, ...]
+    mark: str = "streaming"
+
+
+MOSHI = Family("moshi", ("0.2.13",))
+
+
+def check(given: Any, expected: str, methods: Iterable[str], family: Family = MOSHI) -> None:
     """Raises ContractError unless an object is of a class and version that is declared here, and not bound yet."""
-    package = type(given).__module__.partition(".")[0]
+    package = _package_of(given)
     version = getattr(sys.modules.get(package), "__version__", None)
-    if expected not in {kind.__name__ for kind in type(given).__mro__} or version not in VERSIONS:
+    named = expected in {kind.__name__ for kind in type(given).__mro__} and hasattr(given, family.mark)
+    if not named or version not in family.versions:
         found = f"{type(given).__qualname__} of {package} {version or 'without a version'}"
-        raise ContractError(
-            f"expected the {expected} of moshi {' or '.join(VERSIONS)}, found a {found}", field=expected
-        )
+        wanted = f"{family.name} {' or '.join(family.versions)}"
+        raise ContractError(f"expected the {expected} of {wanted}, found a {found}", field=expected)
     if not vars(given).keys().isdisjoint(methods):
-        raise ContractError("this object is bound already: unbind the other stream first", field=expected)
+        raise AlreadyBound(expected)
+
+
+def _package_of(given: Any) -> str:
+    """The package of an object whose class is in `package.models.module`, or another as deep."""
+    return type(given).__module__.rsplit(".", 2)[0]
 
 
 def check_attention(root: nn.Module, expected: str) -> None:
     """Raises ContractError unless all attention under a module has a ring of its own and one set of weights."""
     for module in root.modules():
         if type(module).__name__ == "StreamingMultiheadAttention" and (
-            module.weights_per_step or module.cross_attention or not module.context
+            module.weights_per_step or getattr(module, "cross_attention", False) or not module.context
         ):
             raise ContractError("only self-attention with a context and one set of weights is declared", field=expected)
 
@@ -50,8 +69,7 @@ def uncompiled(given: Any) -> Callable[[], AbstractContextManager[None]]:
     """The vendor's own switch for its package: inside, the two functions that it has Inductor compile (rotary positions
     and norms, on a GPU, unless NO_TORCH_COMPILE was set when it was imported) run the eager kernels that bytes are
     compared with."""
-    package = type(given).__module__.partition(".")[0]
-    return sys.modules[f"{package}.utils.compile"].no_compile  # type: ignore[no-any-return]
+    return sys.modules[f"{_package_of(given)}.utils.compile"].no_compile  # type: ignore[no-any-return]
 
 
 def layers_of(*parts: nn.Module) -> tuple[Any, ...]:
@@ -59,39 +77,52 @@ def layers_of(*parts: nn.Module) -> tuple[Any, ...]:
     return tuple(module for part in parts for module in part.modules() if hasattr(module, "_streaming_state"))
 
 
-def regions(root: nn.Module, prefix: str, batch: int, each: int = 1) -> Iterator[Region]:
-    """The states under a module that is found at `prefix`, for `batch` streams; a call brings `each` frames.
+def regions(root: nn.Module, prefix: str, fields: Callable[[Any], Iterable[Field]], each: int = 1) -> Iterator[Region]:
+    """The states under a module that is found at `prefix`; a call brings `each` frames.
 
-    A `*` in a region's name stands for layers that are declared alike.
+    Args:
+        fields: what a module keeps. A `*` in a region's name stands for layers that are declared alike.
     """
     told: set[str] = set()
-
-    def region(name: str, field: str, axis: int, retention: Retention, *, alike: bool = True) -> Iterator[Region]:
-        where = re.sub(r"\.\d+(?=\.|$)", ".*", name) if alike else name
-        if f"{where}.{field}" not in told:
-            told.add(f"{where}.{field}")
-            yield Region(
-                f"{where.partition('.')[2]}.{field}", attribute=f"{where}._streaming_state.{field}", axis=axis,
-                clock="frame", growth=each if isinstance(retention, Ring) else 1, retention=retention,
-            )  # fmt: skip
-
     for name, module in root.named_modules(prefix=prefix):
+        # Convolutions have sizes of their own.
+        where = name if "Conv" in type(module).__name__ else re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        for field, axis, retention in fields(module):
+            if f"{where}.{field}" not in told:
+                told.add(f"{where}.{field}")
+                yield Region(
+                    f"{where.partition('.')[2]}.{field}", attribute=f"{where}._streaming_state.{field}", axis=axis,
+                    clock="frame", growth=each if isinstance(retention, Ring) else 1, retention=retention,
+                )  # fmt: skip
+
+
+def fields_of(batch: int) -> Callable[[Any], Iterator[Field]]:
+    """What the modules of `moshi` keep for `batch` streams, for `regions`."""
+
+    def fields(module: Any) -> Iterator[Field]:
         kind = type(module).__name__
         if kind == "StreamingConv1d" and (past := module._effective_kernel_size - module._stride):
-            yield from region(name, "previous", 2, Pinned(past), alike=False)
+            yield "previous", 2, Pinned(past)
             if module.pad_mode == "replicate":
-                yield from region(name, "first", 0, Pinned(batch))
+                yield "first", 0, Pinned(batch)
         elif kind == "StreamingConvTranspose1d" and (tail := module._kernel_size - module._stride):
-            yield from region(name, "partial", 2, Pinned(tail), alike=False)
+            yield "partial", 2, Pinned(tail)
         elif kind == "StreamingMultiheadAttention":
-            yield from region(name, "kv_cache.cache", 3, Ring(module.context))
-            yield from region(name, "kv_cache.end_offset", 0, Pinned(batch))
-            yield from region(name, "offset", 0, Pinned(batch))
+            yield from ring_fields(module, batch)
         elif kind == "StreamingTransformer":
-            yield from region(name, "offsets", 0, Pinned(batch))
+            yield "offsets", 0, Pinned(batch)
         else:
-            continue
-        yield from region(name, "exec_mask", 0, Pinned(batch))
+            return
+        yield "exec_mask", 0, Pinned(batch)
+
+    return fields
+
+
+def ring_fields(attention: Any, offsets: int) -> Iterator[Field]:
+    """What attention keeps: a ring of keys and values, and `offsets` counts of frames."""
+    yield "kv_cache.cache", 3, Ring(attention.context)
+    yield "kv_cache.end_offset", 0, Pinned(offsets)
+    yield "offset", 0, Pinned(offsets)
 
 
 def count_from_zero(transformer: Any) -> None:

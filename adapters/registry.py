@@ -6,13 +6,15 @@ not needed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 
 from torch import nn
 
-from cadence_fx.adapters.base import Adapter
+from cadence_fx.adapters.base import Adapter, Advises
 from cadence_fx.contract import Contract
 from cadence_fx.errors import ContractError
+from cadence_fx.hazard import Hazard
 
 # Class name -> "module:attribute" of its adapter, imported at the first look-up.
 _BUILT_IN = {
@@ -29,7 +31,11 @@ _BUILT_IN |= {
     "cadence_fx.adapters.moshi.EncodeStep": "cadence_fx.adapters.moshi:ADAPTER",
     "cadence_fx.adapters.moshi.DecodeStep": "cadence_fx.adapters.moshi:ADAPTER",
     "cadence_fx.adapters.moshi_lm.DialogueStep": "cadence_fx.adapters.moshi_lm:ADAPTER",
+    "cadence_fx.adapters.personaplex.EncodeStep": "cadence_fx.adapters.personaplex:ADAPTER",
+    "cadence_fx.adapters.personaplex.DecodeStep": "cadence_fx.adapters.personaplex:ADAPTER",
+    "cadence_fx.adapters.personaplex_lm.DialogueStep": "cadence_fx.adapters.personaplex_lm:ADAPTER",
 }
+_BUILT_IN |= {"cadence_fx.adapters.freeze_omni.WindowStep": "cadence_fx.adapters.freeze_omni:ADAPTER"}
 _adapters: dict[str, Adapter | str] = dict(_BUILT_IN)
 
 
@@ -55,6 +61,17 @@ def unregister(adapter: Adapter) -> None:
 
 def contract_for(module: nn.Module) -> Contract | None:
     """The contract that an adapter declares for this module's class or a base class of it; None when there is none."""
+    adapter = _adapter_of(module)
+    return adapter.contract(module) if adapter is not None else None
+
+
+def hazards_for(module: nn.Module) -> Sequence[Hazard]:
+    """What the adapter of a module's class knows of it beforehand; nothing where there is none, or it knows nothing."""
+    adapter = _adapter_of(module)
+    return adapter.hazards(module) if isinstance(adapter, Advises) else ()
+
+
+def _adapter_of(module: nn.Module) -> Adapter | None:
     for kind in type(module).__mro__:
         name = f"{kind.__module__}.{kind.__qualname__}"
         found = _adapters.get(name)
@@ -62,5 +79,5 @@ def contract_for(module: nn.Module) -> Contract | None:
             path, _, attribute = found.partition(":")
             found = _adapters[name] = getattr(import_module(path), attribute)
         if found is not None:
-            return found.contract(module)
+            return found
     return None

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cadence_fx.adapters.base import Compile
+from cadence_fx.adapters.base import Compile, Replaced
 from cadence_fx.adapters.token2wav_geometry import Geometry, Reach
 from cadence_fx.adapters.token2wav_vocoder import UNDECLARED, Call, PlainNumbers, canonical, inference
+from cadence_fx.contract import Contract
 
 State = tuple[Tensor, Tensor, Tensor]
 COUNTERS = ("mel_offset", "source_offset", "source_end", "speech_offset")
@@ -162,22 +163,27 @@ class BoundedBinding:
         self._bounded = token2wav.bounded_vocoder
         model = self._bounded.model
         self.reach = reach_of(self._bounded)
+        self._shipped, self._replaced = self._bounded.stream, Replaced()
+        self._replaced.put(self._bounded, stream=self._stream)
+        self._replaced.put(model, decode=plain_products(model.decode))
         self._numbers = PlainNumbers(model)
-        model.decode = plain_products(model.decode)
         self.plain = {joined: BoundedStep(model, self.reach, geometry, joined=joined) for joined in (False, True)}
         self.plain_final = FinalStep(model, self.reach, geometry)
         self.steps = {
             joined: compiled(step, self.reach.contract(geometry, joined=joined)) for joined, step in self.plain.items()
         }
         self.final = compiled(self.plain_final, self.reach.final_contract(geometry))
-        self._shipped = self._bounded.stream
-        self._bounded.stream = self._stream
 
     def start_turn(self) -> None:
         """Puts the dictionary of a new stream into the vendor's object, as its `set_stream_cache` does."""
         self._bounded.reset()
         self._token2wav.hift_cache_dict = self._bounded.cache
         self._token2wav.hift_cache_dict["first_chunk"] = torch.ones(1, dtype=torch.long)
+
+    def declared(self) -> list[tuple[Contract, Callable[..., Any]]]:
+        """Contract and compiled step of each callable."""
+        found = [(self.reach.contract(self._geometry, joined=joined), step) for joined, step in self.steps.items()]
+        return [*found, (self.reach.final_contract(self._geometry), self.final)]
 
     @torch.inference_mode()
     def calls(self) -> Iterator[Call]:
@@ -285,5 +291,5 @@ class BoundedBinding:
 
     def unbind(self) -> None:
         """Gives the vocoder its own method and attributes back."""
-        del self._bounded.stream, self._bounded.model.decode
+        self._replaced.release()
         self._numbers.release()

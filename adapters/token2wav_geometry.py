@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cadence_fx.clock import Clock
 from cadence_fx.contract import Contract, Input, Region
-from cadence_fx.errors import ContractError
-from cadence_fx.retention import KeepLast, Pinned, PromptPlusLast
+from cadence_fx.errors import CatalogTooWide, ContractError
+from cadence_fx.retention import KeepLast, Pinned, PromptPlusLast, Retention
 
 # Fresh tokens of a call that ends a turn: 5 to 25 while look-ahead remains, 1 to 28 in the last call of all.
 FLUSH_TOKENS = tuple(range(1, 29))
 
 
+class Refusal(NamedTuple):
+    """Why a callable is not captured: the word that its calls are counted under, and the arithmetic."""
+
+    reason: str
+    detail: str
+
+
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The numbers of one deployment.
+    """The numbers of one deployment and one prompt.
 
-    prompt: mel frames of the prompt (P); steps: solver steps a call (T); rate: mel frames a token; lookahead: tokens
-    that a call presents and does not consume; retained: frames kept beside the prompt, a literal in the vendor's
-    `stream`; hop: fresh tokens a call; flush: fresh-token counts of calls that end a turn, to be specialised as well
-    (sizes not named run eager and are counted); two_rates: whether the conformer's two caches are trimmed apart, each
-    at its own rate (`minicpmo-utils`), or packed together.
+    prompt: mel frames of the prompt (P), 0 as long as there is none; steps: solver steps a call (T); rate: mel frames a
+    token; lookahead: tokens that a call presents and does not consume; retained: frames kept beside the prompt, a
+    literal in the vendor's `stream`; hop: fresh tokens a call; flush: fresh-token counts of calls that end a turn, to
+    be specialised as well (sizes not named run eager and are counted); two_rates: whether the conformer's two caches
+    are trimmed apart, each at its own rate (`minicpmo-utils`), or packed together; trimmed: whether they are at all
+    (not by Lychee-FD); capacity: frames of the vendor's solver buffers; positions: frames of its table of relative
+    positions.
 
-    Raises ContractError for a prompt that the vendor's trim scrambles (below `retained`) or that is not whole tokens.
+    Raises ContractError for a prompt that is not whole tokens, or too long for the vendor's own solver buffers.
     """
 
     prompt: int
@@ -34,12 +44,17 @@ class Geometry:
     hop: int = 25
     flush: tuple[int, ...] = ()
     two_rates: bool = False
+    trimmed: bool = True
+    capacity: int = 1000
+    positions: int = 5000
 
     def __post_init__(self) -> None:
-        if self.prompt % self.rate or self.prompt < self.retained:
+        longest = self.capacity - self.retained - max(FLUSH_TOKENS) * self.rate
+        if self.prompt % self.rate or not 0 <= self.prompt <= longest:
             raise ContractError(
                 f"a prompt of {self.prompt} frames cannot be declared: it must be whole tokens of {self.rate} frames, "
-                f"and at least the {self.retained} frames that the decoder retains beside it",
+                f"and leave room in the vendor's buffers of {self.capacity} for {self.retained} that are retained and "
+                f"the {max(FLUSH_TOKENS) * self.rate} of a last call, so {longest} at most",
                 field="prompt",
             )
 
@@ -53,6 +68,29 @@ class Geometry:
         """Mel frames that a declared call brings to the vocoder, the normal call first."""
         frames = [self.hop * self.rate, *(tokens * self.rate for tokens in self.flush)]
         return tuple(dict.fromkeys(frames))
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """Why the conformer is not captured, if it is not; the flow decoder and the vocoder are in any case."""
+        if not self.trimmed:
+            try:
+                arithmetic = self.conformer_contract().width().arithmetic
+                self.conformer_contract().catalog()
+            except CatalogTooWide as error:
+                arithmetic = str(error)
+            return Refusal(
+                "unbounded conformer",
+                f"its caches are never trimmed: from {self.prompt} frames on they grow by {self.hop * self.rate} in "
+                f"each call, until the table of {self.positions:,} positions ends. {arithmetic}",
+            )
+        if not self.two_rates and self.prompt < self.retained:
+            return Refusal(
+                "short prompt",
+                f"the vendor's trim of the packed axis keeps {self.prompt} + {self.retained} frames of two copies of "
+                f"(L / {self.rate}) tokens: with a prompt below {self.retained} frames the first "
+                f"{self.window // self.rate} of what is left are no span of the old and the new ones",
+            )
+        return None
 
     def fresh(self, tokens: int, last_chunk: bool) -> int:
         """Tokens consumed by a call that presents `tokens` of them: the last call of a turn has no look-ahead."""
@@ -99,12 +137,15 @@ class Geometry:
 
     def conformer_contract(self, last_chunk: bool = False) -> Contract:
         """`ConformerStep`: caches at both rates; trimmed together, the token-rate one keeps its first frames only."""
-        of_tokens = (
-            PromptPlusLast(self.prompt // self.rate, self.retained // self.rate)
-            if self.two_rates
-            else PromptPlusLast(self.window // self.rate, 0)
-        )
-        attended = PromptPlusLast(self.prompt, self.retained)
+        of_tokens: Retention
+        if self.trimmed:
+            attended: Retention = PromptPlusLast(self.prompt, self.retained)
+            first, last = (self.prompt, self.retained) if self.two_rates else (self.window, 0)
+            of_tokens = PromptPlusLast(first // self.rate, last // self.rate)
+        else:
+            each = self.hop * self.rate  # the last extent that a whole call still fits behind
+            last = self.prompt + (self.positions - self.prompt) // each * each - each
+            attended, of_tokens = KeepLast(last), KeepLast(last // self.rate)
         carried = (
             Region("cnn_cache", argument="cnn_cache", result=1, axis=2, clock="token", retention=Pinned(6)),
             Region("token_cache", argument="token_cache", result=2, axis=3, clock="token",
@@ -117,7 +158,7 @@ class Geometry:
             carried,
             inputs=(Input("token", axis=1, clock="token", offset=0 if last_chunk else self.lookahead),),
             name="token2wav.conformer.last" if last_chunk else "token2wav.conformer",
-            max_classes=self._max_classes(),
+            max_classes=self._max_classes() if self.trimmed else 64,
         )
 
     def vocoder_contract(self, overlap: int) -> Contract:

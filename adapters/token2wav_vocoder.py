@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cadence_fx.adapters.base import Compile
+from cadence_fx.adapters.base import Compile, Replaced
 from cadence_fx.adapters.token2wav_geometry import Geometry
+from cadence_fx.contract import Contract
 
 Call = tuple[Callable[..., Any], tuple[Tensor, ...]]
 UNDECLARED = "undeclared vocoder size"
@@ -75,29 +76,35 @@ class VocoderBinding:
         self._token2wav, self._geometry, self._eager_calls = token2wav, geometry, eager_calls
         self._vocoder = token2wav.hift
         self._samples = token2wav.source_cache_len // token2wav.mel_cache_len
+        self._replaced = Replaced()
+        self._replaced.put(self._vocoder, forward=self._forward)
         self._numbers = PlainNumbers(self._vocoder)
         self.overlap: int = token2wav.mel_cache_len
         self.plain = {overlap: VocoderStep(self._vocoder, geometry, overlap=overlap) for overlap in (0, self.overlap)}
         self.steps = {n: compiled(step, geometry.vocoder_contract(n)) for n, step in self.plain.items()}
-        self._vocoder.forward = self._forward
 
     def start_turn(self) -> None:
         """Puts a dictionary with nothing to join on to into the vendor's object."""
-        mel = self._token2wav.cache[3]
+        like = next(self._vocoder.parameters())
         self._token2wav.hift_cache_dict = {
-            "mel": mel.new_zeros(1, mel.shape[2], 0),
-            "source": mel.new_zeros(1, 1, 0),
-            "speech": mel.new_zeros(1, 0),
+            "mel": like.new_zeros(1, self._vocoder.conv_pre.in_channels, 0),
+            "source": like.new_zeros(1, 1, 0),
+            "speech": like.new_zeros(1, 0),
         }
+
+    def declared(self) -> list[tuple[Contract, Callable[..., Any]]]:
+        """Contract and compiled step of each callable."""
+        return [(self._geometry.vocoder_contract(overlap), step) for overlap, step in self.steps.items()]
 
     @torch.inference_mode()
     def calls(self) -> Iterator[Call]:
         """Each compiled step with arguments of a normal call; the mel frames are random."""
-        mel, frames = self._token2wav.cache[3], self._geometry.chunk_frames[0]
+        like, frames = next(self._vocoder.parameters()), self._geometry.chunk_frames[0]
         for overlap, step in self.steps.items():
             draw = torch.Generator().manual_seed(overlap)
-            given = torch.randn(1, mel.shape[2], overlap + frames, generator=draw).to(mel.device)
-            source = torch.randn(1, 1, overlap * self._samples, generator=draw).to(mel.device)
+            channels = self._vocoder.conv_pre.in_channels
+            given = torch.randn(1, channels, overlap + frames, generator=draw).to(like.device)
+            source = torch.randn(1, 1, overlap * self._samples, generator=draw).to(like.device)
             yield step, (given, source)
 
     @torch.inference_mode()
@@ -113,7 +120,7 @@ class VocoderBinding:
 
     def unbind(self) -> None:
         """Gives the vocoder its own method and attributes back."""
-        del self._vocoder.forward
+        self._replaced.release()
         self._numbers.release()
 
 

@@ -105,5 +105,7 @@ def result_path(out: Path, *words: str) -> Path:
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """How a line about a variant ends: whether its bytes are eager's, and what it missed."""
-    return f"  {'equal ' if row['bytes_equal'] else 'DIFFER'}  {row['misses'] or 'none'}"
+    """How a line about a variant ends: whether its bytes are eager's (a dash where that cannot be told), and what it
+    missed."""
+    equal = {True: "equal ", False: "DIFFER", None: "-     "}[row["bytes_equal"]]
+    return f"  {equal}  {row['misses'] or 'none'}"

@@ -11,10 +11,9 @@
 | SRc             | sized to the contract, carried   | `torch.compile(backend="cadence")`                             |
 | reduce-overhead | as shipped                       | `torch.compile(mode="reduce-overhead")` on step and encoder    |
 | cudagraphs      | as shipped                       | `torch.compile(backend="cudagraphs")` on step and encoder      |
-| step-wrapper    | as shipped                       | one graph a solver step, its inputs copied in, outputs cloned  |
+| step-wrapper    | exact, allocated in each call    | vllm-omni 0.30.0: its own solver, one graph a step             |
 
 The letters are those of the paper's Table 4. "By hand" means `ExactShapeReplay` around a plain callable.
-`step-wrapper` does what the wrapper of this estimator in vllm-omni 0.30.0 does with a graph, in our own words.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 import cadence_fx
 from bench import vendor
@@ -277,53 +276,22 @@ class SizedStepReplay(StepReplay):
     sized = True
 
 
-class StagedGraphs:
-    """A callable captured once for each shape of its arguments, into graphs that read copies of them; results are
-    cloned."""
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self._fn = fn
-        self._captured: dict[Any, tuple[list[Any], Callable[[], Any]]] = {}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given, shape = pytree.tree_flatten((args, kwargs))
-        key = tuple(value.shape if isinstance(value, Tensor) else value for value in given)
-        if key not in self._captured:
-            self._captured[key] = self._capture(given, shape)
-        copies, replay = self._captured[key]
-        for copy, value in zip(copies, given, strict=True):
-            if isinstance(value, Tensor):
-                copy.copy_(value)
-        return pytree.tree_map_only(Tensor, torch.clone, replay())
-
-    def _capture(self, given: list[Any], shape: Any) -> tuple[list[Any], Callable[[], Any]]:
-        copies = [value.clone() if isinstance(value, Tensor) else value for value in given]
-        args, kwargs = pytree.tree_unflatten(copies, shape)
-        if not any(isinstance(copy, Tensor) and copy.is_cuda for copy in copies):
-            return copies, lambda: self._fn(*args, **kwargs)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._fn(*args, **kwargs)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = self._fn(*args, **kwargs)
-
-        def replay() -> Any:
-            graph.replay()
-            return results
-
-        return copies, replay
-
-
 class StepWrapper(Subject):
-    """Graphs at the step clock around the estimator, with a copy of everything that goes in and comes out."""
+    """The solver of vllm-omni 0.30.0 around the vendor's estimator, at exact shapes: its Euler loop, and its graphs at
+    the step clock, which copy seven inputs in and three results out."""
 
     def install(self) -> None:
-        estimator = self.token2wav.flow.decoder.estimator
-        _resident_frequencies(self.token2wav.cache[3].device)
-        estimator.forward_chunk = StagedGraphs(estimator.forward_chunk)
+        omni, decoder = vendor.load("batched_token2wav", vendor.VLLM_OMNI), self.token2wav.flow.decoder
+        without_vocoder = SimpleNamespace(**{**vars(self.token2wav), "hift": torch.nn.Identity()})
+        solver = omni.BatchedToken2Wav(without_vocoder, cfm_graph_config={"enabled": True, "bucket_frames": 0})
+
+        def forward_chunk(
+            mu: Tensor, spks: Tensor, cond: Tensor, n_timesteps: int, temperature: float, cnn_cache: Tensor,
+            att_cache: Tensor,
+        ) -> Any:  # fmt: skip
+            return solver._decode_cfm(mu, spks, cond, cnn_cache=cnn_cache, att_cache=att_cache)
+
+        decoder.forward_chunk = forward_chunk
 
 
 class ChunkReplay(Subject):

@@ -10,6 +10,8 @@ from cadence_fx.contract import Contract as Contract
 from cadence_fx.contract import Input as Input
 from cadence_fx.contract import Region as Region
 from cadence_fx.determinism import deterministic as deterministic
+from cadence_fx.doctor import Diagnosis as Diagnosis
+from cadence_fx.doctor import doctor as doctor
 from cadence_fx.errors import AuditMismatch as AuditMismatch
 from cadence_fx.errors import AxisOutOfRange as AxisOutOfRange
 from cadence_fx.errors import CadenceError as CadenceError
@@ -30,8 +32,13 @@ from cadence_fx.errors import UnknownArgument as UnknownArgument
 from cadence_fx.errors import UnknownState as UnknownState
 from cadence_fx.errors import UnusedClock as UnusedClock
 from cadence_fx.errors import WrongModule as WrongModule
+from cadence_fx.explain import Explanation as Explanation
+from cadence_fx.explain import explain as explain
+from cadence_fx.hazard import Hazard as Hazard
 from cadence_fx.infer import infer as infer
 from cadence_fx.inferred import Inferred as Inferred
+from cadence_fx.plan_report import PlanReport as PlanReport
+from cadence_fx.planner import plan as plan
 from cadence_fx.refresh import refresh as refresh
 from cadence_fx.replay import ExactShapeReplay as ExactShapeReplay
 from cadence_fx.report import Report as Report
@@ -57,8 +64,11 @@ __all__ = [
     "Contract",
     "ContractError",
     "ContractFileError",
+    "Diagnosis",
     "ExactShapeReplay",
     "ExampleFailed",
+    "Explanation",
+    "Hazard",
     "Inferred",
     "Input",
     "KeepLast",
@@ -67,6 +77,7 @@ __all__ = [
     "NotServed",
     "PassFailed",
     "Pinned",
+    "PlanReport",
     "PromptPlusLast",
     "Region",
     "Report",
@@ -84,7 +95,10 @@ __all__ = [
     "declare",
     "deterministic",
     "disabled",
+    "doctor",
+    "explain",
     "infer",
+    "plan",
     "refresh",
     "report",
     "restore",

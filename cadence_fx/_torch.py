@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -268,11 +268,6 @@ def example_value(node: fx.Node) -> Any:
     return node.meta.get("example_value")
 
 
-def example_shape(node: fx.Node) -> list[int]:
-    """The shape Dynamo saw a tensor placeholder with; no guard is added."""
-    return [s.node.hint if isinstance(s, torch.SymInt) else int(s) for s in node.meta["example_value"].shape]
-
-
 def current_guards() -> tuple[tuple[sympy.Expr, ...], dict[sympy.Symbol, tuple[int | None, int | None]]]:
     """Guards and value ranges of the symbols of the graph being compiled.
 
@@ -326,6 +321,11 @@ def is_marked(tensor: Any, axis: int) -> bool:
 def asks_for_dynamic(compiled: Any) -> bool:
     """Whether `torch.compile` was called with `dynamic=True`."""
     return getattr(compile_wrapper_of(compiled), "dynamic", None) is True
+
+
+def dynamo_flags(names: Iterable[str]) -> dict[str, Any]:
+    """Dynamo's settings of these names, as they are; those that a release lacks are left out."""
+    return {name: getattr(torch._dynamo.config, name) for name in names if hasattr(torch._dynamo.config, name)}
 
 
 @contextlib.contextmanager

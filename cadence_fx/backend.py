@@ -60,13 +60,18 @@ def contract_of(site: CompileSite, options: Mapping[str, Any] | None) -> Contrac
     """The contract that applies to a compile site, or None."""
     if options and options.get("contract") is not None:
         return options["contract"]  # type: ignore[no-any-return]
-    if site.module is None:
+    return None if site.module is None else declared_contract(site.module)
+
+
+def declared_contract(module: Any) -> Contract | None:
+    """The contract tied to a module, or else its adapter's; None when there is none."""
+    if not isinstance(module, torch.nn.Module):
         return None
-    if site.module in _declared:
-        return _declared[site.module]
+    if module in _declared:
+        return _declared[module]
     from cadence_fx.adapters import contract_for
 
-    return contract_for(site.module)
+    return contract_for(module)
 
 
 def _raising(error: CadenceError) -> Callable[..., Any]:

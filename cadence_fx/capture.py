@@ -74,18 +74,26 @@ def unfit(plan: Plan, args: Sequence[Any], names: Sequence[str], device: torch.d
     """Why these arguments cannot be bound or staged, if they cannot."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return Miss("mode", "stream capture not as it was when classes were captured: a capture is going on already")
-    for i in plan.staged:
+    problem = unstageable(plan.staged, args, names)
+    if problem is not None:
+        return problem
+    for use in plan.regions:
+        if is_lazy(args[use.index]):
+            return Miss("layout", f"{names[use.index]} is conjugated or negated lazily")
+        full = use.carry.make_room(args[use.index], in_place=use.output is None)
+        if full is not None:
+            return Miss(*full)
+    return overlap(plan, _written_homes(plan, args), args, names)
+
+
+def unstageable(staged: Sequence[int], args: Sequence[Any], names: Sequence[str]) -> Miss | None:
+    """Why one of the arguments that are copied in cannot be, if it cannot."""
+    for i in staged:
         if args[i].data_ptr() % ALIGNMENT:
             return Miss("alignment", f"{names[i]} does not start at a multiple of {ALIGNMENT} bytes")
         if _is_unusual(args[i]):
             return Miss("layout", f"{names[i]} is not a plain strided tensor")
-    for use in plan.regions:
-        if is_lazy(args[use.index]):
-            return Miss("layout", f"{names[use.index]} is conjugated or negated lazily")
-        problem = use.carry.make_room(args[use.index], in_place=use.output is None)
-        if problem is not None:
-            return Miss(*problem)
-    return overlap(plan, _written_homes(plan, args), args, names)
+    return None
 
 
 def overlap(plan: Plan, written: frozenset[int], args: Sequence[Any], names: Sequence[str]) -> Miss | None:

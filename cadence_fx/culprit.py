@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import linecache
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -20,11 +19,11 @@ import torch
 
 from cadence_fx._torch import TorchDispatchMode, tree_leaves
 from cadence_fx.bytesops import as_integers
+from cadence_fx.lines import is_users
 from cadence_fx.passes.graphs import ALLOCATIONS, location
 
 # Rare differences may need more than one look.
 _ATTEMPTS = 3
-_OURS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 _GENERATED = "<eval_with_key>"
 
 
@@ -114,7 +113,7 @@ def _line() -> str:
         if name.startswith(_GENERATED):
             found = _line_of_node(frame)
             return f" at {found}" if found else ""
-        if not name.startswith(_OURS) and not name.startswith("<"):
+        if is_users(name):
             return f' at File "{name}", line {frame.f_lineno}, in {frame.f_code.co_name}'
         frame = frame.f_back
     return ""

@@ -6,7 +6,7 @@ snake_case word: it is what ledgers count and what callers may compare; the word
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 
 
@@ -315,6 +315,65 @@ class NotCompiled(CadenceError):
         )
 
 
+class UnknownFamily(CadenceError):
+    """An object of a class that no family of adapters binds."""
+
+    reason = "unknown_family"
+
+    def __init__(self, found: str, families: Mapping[str, Sequence[str]]) -> None:
+        """``families``: the classes that each family binds."""
+        self.found = found
+        self.families = {name: tuple(classes) for name, classes in families.items()}
+        names: dict[str, list[str]] = {}
+        for name, classes in self.families.items():
+            for each in classes:
+                names.setdefault(each.rpartition(".")[2], []).append(repr(name))
+        near = nearest_name(found.rpartition(".")[2], list(names))
+        hint = f" Did you mean a {near}, of {' or '.join(names[near])}?" if near else ""
+        known = "; ".join(f"{name}: {', '.join(classes)}" for name, classes in self.families.items())
+        super().__init__(
+            f"no family binds an object of the class {found!r}.{hint} Known are {known or 'none'}. Bind one of these, "
+            "register a family of your own, or declare a contract for the module that you compile."
+        )
+
+
+class VendorMismatch(CadenceError):
+    """An object of a known class, in a version that was not tested or without what its family binds."""
+
+    reason = "vendor_mismatch"
+
+    def __init__(self, found: str, problems: Mapping[str, Sequence[str]]) -> None:
+        """``problems``: what is wrong with the object, for each tested release of each family that has its class."""
+        self.found = found
+        self.problems = {release: tuple(wrong) for release, wrong in problems.items()}
+        said = "; ".join(f"for {release}: {', '.join(wrong)}" for release, wrong in self.problems.items())
+        super().__init__(f"{found} is none of the tested releases. {said}. Install one of these releases.")
+
+
+class AlreadyBound(ContractError):
+    """An object that is bound was to be bound again."""
+
+    reason = "already_bound"
+
+    def __init__(self, found: str) -> None:
+        self.found = found
+        super().__init__(f"this {found} is bound already: unbind it first, or go on with what bind() returned")
+
+
+class NotBound(CadenceError):
+    """Something else than what `bind` returned, or a binding that has been undone."""
+
+    reason = "not_bound"
+
+    def __init__(self, verb: str, found: str) -> None:
+        self.verb = verb
+        self.found = found
+        super().__init__(
+            f"{verb}() needs what bind() returned, as long as it is bound, and was given {found}. "
+            "Bind the object, and keep what bind() returns."
+        )
+
+
 class PassFailed(CadenceError):
     """A pass raised, broke what the graph takes and returns, or left a global mode changed; the passes that had run
     before it are named."""
@@ -359,3 +418,13 @@ class WeightsWritten(CadenceError):
             "no longer those of before. Load the weights again, and keep what the code writes in a buffer, "
             "which is always put back, or declare it as a Region."
         )
+
+
+class NoPicture(CadenceError):
+    """A plan cannot be drawn into a file."""
+
+    reason = "no_picture"
+
+    def __init__(self, path: str, problem: str) -> None:
+        self.path = path
+        super().__init__(f"{path}: {problem}")

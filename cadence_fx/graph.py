@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx
 
-from cadence_fx._torch import CompileSite, example_shape, example_value
+from cadence_fx._torch import CompileSite
 from cadence_fx._torch_retrace import to_static_aten
 from cadence_fx._torch_switches import ambient_state
 from cadence_fx.admission import Admission
@@ -80,7 +80,6 @@ class GraphPlanner:
         self._in_place: set[int] = set()
         self._scratch = [i.index for i in binding.inputs if i.role == "fixed" and program.is_scratch(i.origin)]
         self.resumes = site.resumes
-        self._inference = torch.is_inference_mode_enabled()
         (results,) = gm.graph.output_node().args
         self._shared = {i for i, out in enumerate(results) if site.times[getattr(out, "name", "")] > 1}  # type: ignore[arg-type]
         self._returned = {i.index for i in binding.inputs if i.name in site.returned_inputs}
@@ -89,18 +88,13 @@ class GraphPlanner:
         """Bytes of one element of a tensor input."""
         return int(self.gm.graph.find_nodes(op="placeholder")[index].meta["example_value"].element_size())
 
-    def predicted_carries(self) -> dict[tuple[Any, ...], int]:
-        """Bytes of the carry of each state, from the contract and the shapes Dynamo saw; keyed as carries are."""
-        placeholders = self.gm.graph.find_nodes(op="placeholder")
-        found = {}
-        for instance in self.binding.instances:
-            if instance.key in self.pairing.outputs:
-                shape, like = example_shape(placeholders[instance.index]), example_value(placeholders[instance.index])
-                rest = tuple(size for axis, size in enumerate(shape) if axis != instance.axis)
-                frames = 1 if instance.axis is None else instance.region.bound
-                key = (*instance.key, rest, like.dtype, like.device, self._inference)
-                found[key] = max(1, math.prod(rest) * frames) * like.element_size()
-        return found
+    def for_trial(self) -> GraphPlanner:
+        """A planner of the same graph, which may plan without this one learning anything."""
+        other = copy.copy(self)
+        other._harmless = set(self._harmless)
+        other.pairing = copy.copy(self.pairing)
+        other.pairing.outputs = dict(self.pairing.outputs)
+        return other
 
     # -- planning -----------------------------------------------------------------------------------------------------
 
@@ -131,7 +125,7 @@ class GraphPlanner:
             return Miss("not_traceable", what, lasting=True)
         assert self.admission is not None
         self.program.note_sizes(self.admission.shapes(args))
-        self.program.signatures.setdefault(point, []).append(self._signature(args))
+        self.program.signatures.setdefault(point, []).append(self.signature(args))
         return plan
 
     def point(self, args: Sequence[Any]) -> CatalogEntry | Miss:
@@ -140,19 +134,24 @@ class GraphPlanner:
             return self.verdict or Miss("no_contract", _NO_CONTRACT)
         return self.admission.point(args)
 
+    def foresee(self, args: Sequence[Any]) -> Miss | None:
+        point = self.point(args)
+        return point if isinstance(point, Miss) else None
+
     def unknown(self, args: Sequence[Any]) -> Miss | None:
         """Whether warm-up has captured this very signature, perhaps through another Dynamo graph."""
         point = self.point(args)
         if isinstance(point, Miss):
             return point
-        mine = self._signature(args)
+        mine = self.signature(args)
         answers = [compare(known, mine) for known in self.program.signatures.get(point, [])]
         if None in answers:
             return None
         found = next((answer for answer in answers if answer is not None), None)
         return Miss(*found) if found is not None else Miss("sealed", f"{point} was not captured before the seal")
 
-    def _signature(self, args: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
+    def signature(self, args: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
+        """What decides which kernels a call runs, by what the user calls each argument; ambient state under ""."""
         found: dict[str, tuple[Any, ...]] = {"": ambient_state(self.device.type)}
         for entry in self.binding.inputs:
             if entry.role == "region":
@@ -375,7 +374,7 @@ class GraphPlanner:
         """What two graphs must share to share a class: the computation and the signature of the call. Dynamo compiles
         another graph for a weight that is a lazy view now, and it may be the same computation."""
         lazy = frozenset(self.names[i] for i in plan.fixed if is_lazy(args[i]))
-        return plan.fingerprint, frozenset(self._signature(args).items()), lazy
+        return plan.fingerprint, frozenset(self.signature(args).items()), lazy
 
     # -- workspaces ---------------------------------------------------------------------------------------------------
 

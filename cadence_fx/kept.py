@@ -114,11 +114,9 @@ class KeptValues:
         else:  # other tensors at the same addresses, which count writes for themselves
             self._take(args)
         if self._streak >= _RESTLESS:
-            written = self._watch.written()
-            names = [name for name, t in zip(self._names, self._given, strict=False) if any(t is w for w in written)]
+            names = self._named(self._watch.written())
             self._restless.update(names)
-            what = f"{', '.join(names)}: written before each of {_RESTLESS} calls in a row"
-            return Miss("restless_value", what, lasting=True)
+            return _restless(names)
         try:
             self._compute()
         except Exception as error:  # what eager raises, it raises where the user expects it
@@ -126,6 +124,16 @@ class KeptValues:
             log.warning("computing kept values failed", exc_info=True)
             return Miss("kept_value", f"{type(error).__name__} while values of written weights were computed")
         return None
+
+    def foresee(self, args: Sequence[Any]) -> Miss | None:
+        """What `enter` would answer, without looking away from anything; that computing would fail is not foreseen."""
+        if not all(map(operator.is_, self._pick(args), self._given)):
+            return _restless([]) if self._streak >= _RESTLESS else None
+        written = self._watch.would_change()
+        return _restless(self._named(written)) if written and self._streak + 1 >= _RESTLESS else None
+
+    def _named(self, tensors: Sequence[torch.Tensor]) -> list[str]:
+        return [name for name, t in zip(self._names, self._given, strict=False) if any(t is w for w in tensors)]
 
     def forget(self) -> None:
         """Compute the values anew before the next launch."""
@@ -164,3 +172,8 @@ class KeptValues:
         self._keep.users.add(self)
         with uncached_casts():
             self._part.graph.forward(*self._given[:-1])
+
+
+def _restless(names: Sequence[str]) -> Miss:
+    what = f"{', '.join(names)}: written before each of {_RESTLESS} calls in a row"
+    return Miss("restless_value", what, lasting=True)

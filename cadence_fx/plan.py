@@ -193,6 +193,9 @@ class Planner(Protocol):
     def plan(self, args: Sequence[Any]) -> Plan | Miss:
         """The class that serves this call, or why there is none."""
 
+    def foresee(self, args: Sequence[Any]) -> Miss | None:
+        """Why `plan` would give no class, as far as that shows without planning; nothing is changed."""
+
     def unknown(self, args: Sequence[Any]) -> Miss | None:
         """After the seal: why this call may not be captured; None when warm-up has captured its signature before."""
 

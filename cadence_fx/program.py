@@ -9,8 +9,9 @@ book-keeping.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from cadence_fx.locks import Gate
 from cadence_fx.passes import Choice, select_passes, stage_reads
 from cadence_fx.paths import Origin
 from cadence_fx.plan import Miss
+from cadence_fx.prediction import Prediction
 from cadence_fx.proofs import Proof
 from cadence_fx.recorder import DevicePool
 from cadence_fx.storage import Carry
@@ -60,7 +62,9 @@ class Program:
         signatures: catalog entry → what its captured calls looked like, by accessor.
         attributes: path -> value of the module's attributes and buffers when warm-up began, while it lasts.
         breaks: why and where Dynamo broke the callable into several graphs.
+        prediction: what the last warm-up should come to.
         watching: calls run eager and their raw outputs are kept, so that warm-up can see which output is which state.
+        auditor: answers calls in place of their table, with what it is asked: planner, table, arguments.
         sealed: warm-up is over.
     """
 
@@ -85,6 +89,7 @@ class Program:
         self.signatures: dict[CatalogEntry, list[dict[str, tuple[Any, ...]]]] = {}
         self.attributes: Mapping[paths.Path, Any] | None = None
         self.breaks: dict[str, None] = {}
+        self.prediction: Prediction | None = None
         self.watching = False
         self.sealed = False
         self.auditor: Callable[[GraphPlanner, ReplayTable, Sequence[Any]], Any] | None = None
@@ -124,6 +129,23 @@ class Program:
 
     def compile(self, gm: fx.GraphModule, site: CompileSite) -> Callable[..., Any]:
         """What Dynamo calls instead of `gm`."""
+        planner, table, complete = self.prepare(gm, site)
+        if site.broken is not None:
+            self.breaks[site.broken] = None
+        self.graphs.append((planner, table))
+
+        def call(*args: Any) -> Any:
+            args = complete(args)
+            if self.auditor is not None:
+                return self.auditor(planner, table, args)
+            return planner.finish(table(args), args)
+
+        return call
+
+    def prepare(
+        self, gm: fx.GraphModule, site: CompileSite
+    ) -> tuple[GraphPlanner, ReplayTable, Callable[[tuple[Any, ...]], tuple[Any, ...]]]:
+        """The planner and the table that calls of a Dynamo graph get, and what makes their arguments of Dynamo's."""
         binding = bind(gm, self.contract, site, lambda path: self._is_lazy(site, path))
         numbers = {i.name for i in binding.inputs if i.role == "scalar" and i.origin.query == "value" and not i.random}
         tables = {i.name for i in binding.inputs if i.role in ("fixed", "staged") and i.origin.root == "module"}
@@ -148,18 +170,7 @@ class Program:
         limit = self.contract.max_classes if self.contract is not None else 0
         table = ReplayTable(planner, roles, names, device, self.ledger, limit, self.gate)
         table.sealed = self.sealed
-        if site.broken is not None:
-            self.breaks[site.broken] = None
-        self.graphs.append((planner, table))
-
-        def call(*args: Any) -> Any:
-            if first is not None:
-                args = (*args, *first(*args))
-            if self.auditor is not None:
-                return self.auditor(planner, table, args)
-            return planner.finish(table(args), args)
-
-        return call
+        return planner, table, lambda args: args if first is None else (*args, *first(*args))
 
     def _is_lazy(self, site: CompileSite, path: paths.Path) -> bool:
         """Whether an attribute is not what it was when warm-up began: the code itself has put it there."""
@@ -231,6 +242,26 @@ class Program:
         """Remember the shapes of arguments in the declared stream."""
         for path, shape in shapes.items():
             self.sizes.setdefault(path, shape)
+
+    @contextlib.contextmanager
+    def as_it_was(self) -> Iterator[None]:
+        """What planning notes inside is forgotten: extents, shapes, proofs, signatures, carries that it has made."""
+        tables: list[dict[Any, Any]] = [
+            self.carries,
+            self.proofs,
+            self.sizes,
+            self.signatures,
+            self.ledger.seconds,
+        ]
+        before = [{key: list(v) if isinstance(v, list) else v for key, v in table.items()} for table in tables]
+        settled = set(self.settled)
+        try:
+            yield
+        finally:
+            self.settled = settled
+            for table, saved in zip(tables, before, strict=True):
+                table.clear()
+                table.update(saved)
 
     def is_scratch(self, origin: Origin) -> bool:
         """Whether a module attribute is declared to mean nothing between calls."""

@@ -202,6 +202,10 @@ class PythonState:
         found = [f"the class of {name}" for module, kind, name in self._classes if type(module) is not kind]
         return found + [name for container in self._containers for name in container.changed()]
 
+    def changing(self) -> list[Callable[[], list[str]]]:
+        """For each container in which something has changed, what finds that: it may be asked again and again."""
+        return [container.changed for container in self._containers if container.changed()]
+
     def is_same(self) -> bool:
         """Whether `changes` would find nothing."""
         if any(type(module) is not kind for module, kind, _ in self._classes):

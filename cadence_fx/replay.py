@@ -88,11 +88,9 @@ class PlainPlanner:
 
     def plan(self, args: Sequence[Any]) -> Plan | Miss:
         state = PythonState(self._call.fn)
-        if state.opaque:
-            what = f"it reaches {', '.join(state.opaque[:4])}, which trying it would advance"
-            return Miss("opaque_state", f"{self._name}: {what}", lasting=True)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in state.tensors):
-            return NEEDS_GRAD
+        refused = self._refused(state)
+        if refused is not None:
+            return refused
         self._places = state.generators
         shapes = ", ".join(str(list(args[i].shape)) for i in self._staged)
 
@@ -114,6 +112,17 @@ class PlainPlanner:
             frozen=self._frozen,
         )
         return plan
+
+    def _refused(self, state: PythonState) -> Miss | None:
+        if state.opaque:
+            what = f"it reaches {', '.join(state.opaque[:4])}, which trying it would advance"
+            return Miss("opaque_state", f"{self._name}: {what}", lasting=True)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in state.tensors):
+            return NEEDS_GRAD
+        return None
+
+    def foresee(self, args: Sequence[Any]) -> Miss | None:
+        return self._refused(PythonState(self._call.fn))
 
     def key_part(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Aliased tensors are bound by pointer; their geometry is part of the signature all the same. Generators count
@@ -179,12 +188,18 @@ class ExactShapeReplay:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
-        key = spec, tuple(isinstance(leaf, (torch.Tensor, torch.Generator)) and type(leaf).__name__ for leaf in leaves)
+        key = _structure(leaves, spec)
         table = self._tables.get(key)
         if table is None:
             table = self._tables[key] = self._table(leaves, spec)
         *outputs, structure = table(_Leaves(leaves, args, kwargs))
         return outputs[0] if structure is None else tree_unflatten(outputs, structure)
+
+    def table_for(self, *args: Any, **kwargs: Any) -> tuple[ReplayTable, list[Any]]:
+        """The table that a call would go to, and the call's leaves. One that there is none of yet is not kept."""
+        leaves, spec = tree_flatten((args, kwargs))
+        table = self._tables.get(_structure(leaves, spec)) or self._table(leaves, spec)
+        return table, _Leaves(leaves, args, kwargs)
 
     def _table(self, leaves: Sequence[Any], spec: Any) -> ReplayTable:
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -222,6 +237,11 @@ class ExactShapeReplay:
         """Drop every class."""
         for table in self._tables.values():
             table.clear()
+
+
+def _structure(leaves: Sequence[Any], spec: Any) -> Any:
+    """What decides which table a call goes to: how its arguments nest, and what they are."""
+    return spec, tuple(isinstance(leaf, (torch.Tensor, torch.Generator)) and type(leaf).__name__ for leaf in leaves)
 
 
 def _device(values: Sequence[Any]) -> torch.device:

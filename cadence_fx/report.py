@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cadence_fx._table import aligned
+from cadence_fx.accounts import compare
 from cadence_fx.capture import ReplayClass
 from cadence_fx.effects import DEVICE_RANDOM, PURE, REFUSED
-from cadence_fx.graph import GraphPlanner
 from cadence_fx.ledger import PHASES
 from cadence_fx.lookup import program_of
 from cadence_fx.plan import Miss
@@ -74,6 +75,8 @@ def report(compiled: Any) -> Report:
         },
         "bytes": _bytes(program, classes),
     }
+    if program.prediction is not None:
+        facts["prediction"] = compare(program.prediction, program, classes, _workspaces(program))
     return Report(
         facts | _class_facts(classes, [miss for _, table in program.graphs for miss in table.refused.values()])
     )
@@ -138,33 +141,30 @@ def _captured_entries(program: Program) -> set[str]:
 
 def _bytes(program: Program, classes: list[ReplayClass]) -> dict[str, int]:
     """The paper's equation (6): staged inputs of every class, plus each region's storage once, plus what is computed
-    once and kept, which classes share."""
-    workspaces: dict[str, int] = {}
-    carries: dict[tuple[Any, ...], int] = {}
-    for planner, _ in program.graphs:
-        workspaces.update(_workspaces(program, planner))
-        carries.update(planner.predicted_carries())
+    once and kept, which classes share. Predicted is what the contract and the example call of warm-up tell."""
+    prediction = program.prediction
     kept = {id(t): t for c in classes if c.plan.kept is not None for t in c.plan.kept.residents}
+    told = prediction.staging if prediction is not None else {}
     return {
-        "predicted_staging": sum(c.staging_bytes for c in classes),
+        "predicted_staging": sum(told.get(c.plan.label, 0) for c in classes),
         "measured_staging": sum(b.untyped_storage().nbytes() for c in classes for b in c.buffers),
-        "predicted_carries": sum(carries.values()),
+        "predicted_carries": sum(prediction.carries.values()) if prediction is not None else 0,
         "measured_carries": sum(c.flat.untyped_storage().nbytes() for c in program.carries.values()),
         "predicted_kept": sum(t.numel() * t.element_size() for t in kept.values()),
         "measured_kept": sum(t.untyped_storage().nbytes() for t in kept.values()),
-        "workspaces": sum(workspaces.values()),
+        "workspaces": sum(_workspaces(program).values()),
         "pool": sum(c.recording.nbytes for c in classes),
     }
 
 
-def _workspaces(program: Program, planner: GraphPlanner) -> list[tuple[str, int]]:
-    found = []
-    for entry in planner.binding.inputs:
-        if entry.role == "fixed" and program.is_scratch(entry.origin):
-            size = 1
-            for extent in entry.sizes:
-                size *= int(extent)
-            found.append((entry.accessor, size * planner.itemsize(entry.index)))
+def _workspaces(program: Program) -> dict[str, int]:
+    """Bytes of the module's tensors that are declared to mean nothing between calls."""
+    found: dict[str, int] = {}
+    for planner, _ in program.graphs:
+        for entry in planner.binding.inputs:
+            if entry.role == "fixed" and program.is_scratch(entry.origin):
+                size = math.prod(int(extent) for extent in entry.sizes)
+                found[entry.accessor] = size * planner.itemsize(entry.index)
     return found
 
 
@@ -178,6 +178,16 @@ def _size(count: int) -> str:
 
 def _inputs(count: int) -> str:
     return "1 input" if count == 1 else f"{count} inputs"
+
+
+def _prediction(facts: dict[str, Any]) -> str:
+    """Predicted and measured, of what there is any of."""
+    figures = [f"classes {facts['classes']['predicted']} and {facts['classes']['measured']}"]
+    for name in ("staging", "carries", "workspaces"):
+        predicted, measured = facts[name]["predicted"], facts[name]["measured"]
+        figures += [f"{name} {_size(predicted)} and {_size(measured)}"] if predicted or measured else []
+    further = f", {facts['further_classes']} further classes by layout or mode" if facts["further_classes"] else ""
+    return f"predicted and measured: {', '.join(figures)}{further}: {'held' if facts['held'] else 'NOT HELD'}"
 
 
 def _text(facts: dict[str, Any]) -> str:
@@ -207,6 +217,8 @@ def _text(facts: dict[str, Any]) -> str:
     if facts.get("bytes"):
         figures = ", ".join(f"{name.replace('_', ' ')} {_size(count)}" for name, count in facts["bytes"].items())
         lines.append(f"  bytes: {figures}")
+    if "prediction" in facts:
+        lines.append(f"  {_prediction(facts['prediction'])}")
     if facts["latency_us"]:
         lines.append("  host time of a call (us): " + ", ".join(f"{k} {v:.1f}" for k, v in facts["latency_us"].items()))
     lines.append("  classes: " + ", ".join(f"{count} {verdict}" for verdict, count in facts["effects"].items()))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from cadence_fx.bytesops import bytes_equal
-from cadence_fx.layout import span
+from cadence_fx.layout import same_geometry_copy, span
 from cadence_fx.passes import HostPart, Premise
 from cadence_fx.plan import Miss
 from cadence_fx.recorder import Recording
@@ -61,6 +61,11 @@ class Watch:
         self._written = [t for t, old, new in zip(tensors, before, after, strict=True) if old != new]
         self._bytes, self._versions, self._forgotten = raw, versions, False
         return True
+
+    def would_change(self) -> list[torch.Tensor]:
+        """What `changed` would find written, and nothing is noted."""
+        found = [t for t, window, old in zip(self._small, self._windows, self._bytes, strict=True) if window.raw != old]
+        return found + [t for t, old in zip(self._counted, self._versions, strict=True) if t._version != old]
 
     def written(self) -> list[torch.Tensor]:
         """What was found to be written when something last was, as far as that can be told."""
@@ -118,6 +123,19 @@ class HostSide:
             return self._run()
         return None
 
+    def foresee(self, args: Sequence[Any]) -> Miss | None:
+        """What `enter` would answer, found on copies: nothing that a launch reads is touched."""
+        for premise, indices in self._premises:
+            if bool(premise.graph(*(args[i] for i in indices))[0]) is not premise.expected:
+                return _unlike(premise)
+        if self._part is None or not self._part.held:
+            return None
+        values = self._part.graph(*(same_geometry_copy(args[i]) for i in self._inputs))[len(self._part.residents) :]
+        for number, value, name in zip(self._part.held, values, self._part.held_names, strict=False):
+            if not bytes_equal(number, value):
+                return _another_number(name)
+        return None
+
     def forget(self) -> None:
         """Look at everything anew before the next launch."""
         self._facts.forget()
@@ -127,7 +145,7 @@ class HostSide:
         for premise, tensors in self._relied_on:
             if bool(premise.graph(*tensors)[0]) is not premise.expected:
                 self._facts.forget()
-                return Miss("host_read", f"{premise.what} found something else than when the class was captured")
+                return _unlike(premise)
         return None
 
     def _run(self, first: bool = False) -> Miss | None:
@@ -141,7 +159,7 @@ class HostSide:
                 number.copy_(value)
             elif not bytes_equal(number, value):
                 self._watch.forget()
-                return Miss("host_value", f"{name} takes a number from the host that is another one than was captured")
+                return _another_number(name)
         for resident, value in zip(part.residents, values, strict=False):
             resident.copy_(value)
         self._values[:] = values[sent + held :]
@@ -161,6 +179,14 @@ class HostSide:
         other = copy.copy(self)
         other._staged = [places[i] for i in self._staged]
         return other
+
+
+def _unlike(premise: Premise) -> Miss:
+    return Miss("host_read", f"{premise.what} found something else than when the class was captured")
+
+
+def _another_number(name: str) -> Miss:
+    return Miss("host_value", f"{name} takes a number from the host that is another one than was captured")
 
 
 class HostedRecording:

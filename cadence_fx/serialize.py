@@ -22,6 +22,7 @@ from cadence_fx.errors import ContractError, ContractFileError, nearest_name
 from cadence_fx.retention import KeepLast, Pinned, PromptPlusLast, Ring
 
 MAX_BYTES = 1 << 20
+PLAN = "plan"  # a table beside the contract's, which `planned` reads and a contract does not need
 
 _POLICIES: dict[str, type] = {policy.__name__: policy for policy in (KeepLast, PromptPlusLast, Pinned, Ring)}
 _TABLES: dict[str, type] = {"clocks": Clock, "regions": Region, "inputs": Input}
@@ -71,6 +72,8 @@ def from_dict(data: Mapping[str, Any], *, source: str = "contract") -> Contract:
     Raises ContractFileError for an unknown or missing field or a wrong table. What the constructors refuse
     comes back as ContractFileError too, with their field and region.
     """
+    if isinstance(data, Mapping):
+        data = {name: value for name, value in data.items() if name != PLAN}
     values = dict(_known(data, [field.name for field in _declared(Contract)], source, ""))
     for table, cls in _TABLES.items():
         rows = values.get(table, [])
@@ -151,13 +154,14 @@ def _json_text(data: dict[str, Any]) -> str:
     return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
 
-def _json_data(text: str) -> Any:
+def json_data(text: str) -> Any:
+    """The data of a JSON text; ValueError for what is malformed or names a key twice."""
     return json.loads(text, object_pairs_hook=_refuse_repeats)
 
 
 _FORMATS: dict[str, tuple[Callable[[dict[str, Any]], str], Callable[[str], Any]]] = {
     "toml": (toml_text, tomllib.loads),
-    "json": (_json_text, _json_data),
+    "json": (_json_text, json_data),
 }
 
 
@@ -176,25 +180,33 @@ def dumps(contract: Contract, format: str = "toml") -> str:
 def loads(text: str, format: str = "toml", *, source: str = "contract") -> Contract:
     """The contract in ``text``; ContractFileError when it is malformed, too large or not a contract."""
     _, read = _format(format, source)
+    return from_dict(parsed(text, read, format, source), source=source)
+
+
+def parsed(text: str, read: Callable[[str], Any], format: str, source: str) -> Any:
+    """What `read` makes of a file's text; ContractFileError when it is too large or malformed."""
     if len(text.encode(errors="surrogatepass")) > MAX_BYTES:
         raise ContractFileError(source, f"larger than {MAX_BYTES:,} bytes, which no contract needs")
     try:
-        data = read(text)
+        return read(text)
     except (ValueError, RecursionError) as error:
         raise ContractFileError(source, f"malformed {format.upper()}: {error}") from error
-    return from_dict(data, source=source)
 
 
 def load(path: str | Path) -> Contract:
     """The contract in the file at ``path``, TOML or JSON by its suffix."""
     source, suffix = str(path), Path(path).suffix.removeprefix(".")
     _format(suffix, source)
+    return loads(text_of(path), suffix, source=source)
+
+
+def text_of(path: str | Path) -> str:
+    """The text of a file, or so much of it that `parsed` refuses it; ContractFileError when it cannot be read."""
     try:
         with open(path, "rb") as file:
-            text = file.read(MAX_BYTES + 1).decode()  # one byte too many, so that loads can refuse a longer file
+            return file.read(MAX_BYTES + 1).decode()
     except (OSError, ValueError) as error:
-        raise ContractFileError(source, f"cannot be read: {error}") from error
-    return loads(text, suffix, source=source)
+        raise ContractFileError(str(path), f"cannot be read: {error}") from error
 
 
 def save(contract: Contract, path: str | Path) -> None:

@@ -123,14 +123,14 @@ def compare(known: dict[str, tuple[Any, ...]], found: dict[str, tuple[Any, ...]]
         if name == "":
             changed = [what for what, a, b in zip(ambient_names(key), key, other, strict=True) if a != b]
             return "mode", f"{' and '.join(changed)} not as it was when classes were captured"
-        for mine, theirs, reason in zip(key, other, _PARTS[len(key)], strict=True):
+        for mine, theirs, reason in zip(key, other, PARTS[len(key)], strict=True):
             if mine != theirs:
                 return reason, f"{name} has {reason} {mine}, and {theirs} was captured"
     return None
 
 
 # Names of the parts of a key, by how many there are: a scalar, a state, a tensor.
-_PARTS = {
+PARTS = {
     2: ("scalar", "scalar"),
     4: ("shape", "dtype", "device", "layout"),
     6: ("shape", "stride", "dtype", "device", "alignment", "layout"),

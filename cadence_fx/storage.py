@@ -143,6 +143,20 @@ class Carry:
         """The layout that an incoming state has in eager."""
         return self.layout if self.is_current(tensor) else layout_of(tensor)
 
+    def blocked(self, tensor: torch.Tensor, *, in_place: bool = False) -> tuple[str, str] | None:
+        """Why an incoming state could not be let in now, as (reason, words); None when it could. Nothing is changed.
+
+        Raises:
+            StaleState: see `is_current`.
+        """
+        if self.is_current(tensor):
+            return None
+        if in_place and (tensor_owners(tensor) > 1 or layout_of(tensor) is not None):
+            return "shared_state", f"{self.name} is written in place and shares its memory, or is not contiguous"
+        if self._is_held():
+            return "held_state", self._held()
+        return None
+
     def make_room(self, tensor: torch.Tensor, *, in_place: bool = False) -> tuple[str, str] | None:
         """Let an incoming state into the carry: the current one moves out if it is still held.
 
@@ -152,23 +166,28 @@ class Carry:
         Raises:
             StaleState: see `is_current`.
         """
-        if self.is_current(tensor):
-            return None
-        if in_place and (tensor_owners(tensor) > 1 or layout_of(tensor) is not None):
-            return "shared_state", f"{self.name} is written in place and shares its memory, or is not contiguous"
-        if not self._vacate():
-            return "held_state", f"the state of {self.name} that would be overwritten is still held through a view"
-        return None
+        problem = self.blocked(tensor, in_place=in_place)
+        if problem is not None or self.is_current(tensor):
+            return problem
+        return None if self._vacate() else ("held_state", self._held())
+
+    def _held(self) -> str:
+        return f"the state of {self.name} that would be overwritten is still held through a view"
+
+    def _is_held(self) -> bool:
+        """Whether somebody holds the current contents in another way than by the tensor that stands for them."""
+        users = self._generation.users if self._generation is not None else 0
+        return bool(users) and (users > 1 or self._stands() is None)
 
     def _vacate(self) -> bool:
         """Give the tensor that stands for the current contents private memory, if anybody still holds it.
 
         False when somebody holds the contents in another way; also when that begins while the bytes are copied.
         """
+        if self._is_held():
+            return False
         held = self._stands()
-        if self._generation is not None and self._generation.users:
-            if held is None or self._generation.users > 1:
-                return False
+        if held is not None and self._generation is not None and self._generation.users:
             held.data = held.clone()
             self._ledger.evacuations += 1
             if self._generation.users:

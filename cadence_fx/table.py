@@ -103,7 +103,7 @@ class ReplayTable:
         if self._gate.launching or _trying.on:
             return self._miss(args, _REENTRANT if self._gate.launching else WATCHED)
         try:
-            key = self._key(args)
+            key = self.key(args)
         except Unkeyable as error:
             return self._miss(args, Miss("unkeyable", str(error)))
         entry = self.classes.get(key)
@@ -124,7 +124,7 @@ class ReplayTable:
             if shared is not None:
                 return self._miss(args, shared)
         if torch.is_grad_enabled() and (
-            self._needs_grad(args) or (entry.reached is not None and entry.reached.needs_grad())
+            self.needs_grad(args) or (entry.reached is not None and entry.reached.needs_grad())
         ):
             return self._miss(args, NEEDS_GRAD)
         plan = entry.plan
@@ -177,14 +177,19 @@ class ReplayTable:
 
     # -- everything else ----------------------------------------------------------------------------------------------
 
-    def _key(self, args: Sequence[Any]) -> tuple[Any, ...]:
+    def key(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """The signature of a call.
+
+        Raises:
+            Unkeyable: an argument that is neither a tensor nor a plain scalar.
+        """
         key = call_key(args, self.regions, self.staged, self.scalars, self.device.type)
         return key + self.planner.key_part(args)
 
     def find(self, args: Sequence[Any]) -> ReplayClass | None:
         """The class of a call's signature, if there is one."""
         try:
-            return self.classes.get(self._key(args))
+            return self.classes.get(self.key(args))
         except Unkeyable:
             return None
 
@@ -193,7 +198,8 @@ class ReplayTable:
             self.ledger.miss(miss.reason, miss.detail)
         return self.planner.run_eager(args)
 
-    def _needs_grad(self, args: Sequence[Any]) -> bool:
+    def needs_grad(self, args: Sequence[Any]) -> bool:
+        """Whether any tensor argument requires grad."""
         return any(args[i].requires_grad for i in self._tensors)
 
     def _moved(self, entry: ReplayClass, args: Sequence[Any]) -> Any:
@@ -208,7 +214,7 @@ class ReplayTable:
         for key in [key for key, each in self.classes.items() if each.pointers[moved] not in here]:
             self.ledger.invalidate("address", f"{name} moved")
             self.drop(key)
-        return self._miss(args, Miss("address", f"{name} is not where it was captured"))
+        return self._miss(args, elsewhere(name))
 
     def _unkept(self, key: tuple[Any, ...], changed: Miss, args: Sequence[Any]) -> Any:
         """Values that a class keeps are not what they were; where they never will be for long, it is captured anew."""
@@ -225,7 +231,8 @@ class ReplayTable:
             self.drop(key)
         return self._miss(args, Miss("rebound", what))
 
-    def _restless(self) -> Miss | None:
+    def restless(self) -> Miss | None:
+        """Why nothing is captured any more, where the same thing has moved too often."""
         for what, times in self._rebindings.items():
             if times >= _RESTLESS:
                 return Miss("unstable_state", f"{what}, again and again: pass it as an argument")
@@ -235,6 +242,11 @@ class ReplayTable:
                     "unstable_address", f"{self.names[i]} is a new tensor on every call; declare it as a Region"
                 )
         return None
+
+    def full(self) -> Miss:
+        """What a call is told for which there is no room."""
+        what = f"the table holds its limit of {self.max_classes} classes; raise Contract.max_classes to allow more"
+        return Miss("too_many_classes", what)
 
     def drop(self, key: tuple[Any, ...]) -> None:
         """Forget one class and what it holds."""
@@ -252,13 +264,13 @@ class ReplayTable:
         refused = self.refused.get(key)
         if refused is not None:
             return refused
-        if torch.is_grad_enabled() and self._needs_grad(args):
+        if torch.is_grad_enabled() and self.needs_grad(args):
             return NEEDS_GRAD
         if self.sealed:
             unknown = self.planner.unknown(args)
             if unknown is not None:
                 return unknown
-        restless = self._restless()
+        restless = self.restless()
         if restless is not None:
             return restless
         with awake(self.planner.workspaces(args)) as block:
@@ -270,14 +282,11 @@ class ReplayTable:
     def _admit(self, key: tuple[Any, ...], args: Sequence[Any]) -> ReplayClass | Miss:
         """Plan and capture a class for a signature that may have one."""
         plan = self.planner.plan(args)
-        key = self._key(args)  # planning has told what else it depends on
+        key = self.key(args)  # planning has told what else it depends on
         if isinstance(plan, Miss):
             return self._refuse(key, plan) if plan.lasting else plan
         if len(self.classes) >= self.max_classes:
-            return Miss(
-                "too_many_classes",
-                f"the table holds its limit of {self.max_classes} classes; raise Contract.max_classes to allow more",
-            )
+            return self.full()
         problem = unfit(plan, args, self.names, self.device)
         if problem is not None:
             return problem
@@ -329,6 +338,11 @@ class ReplayTable:
         self.ledger.refuse(miss.reason, miss.detail)
         self.refused[key] = miss
         return miss
+
+
+def elsewhere(name: str) -> Miss:
+    """What a call is told that brings another tensor in the place of one that is bound by pointer."""
+    return Miss("address", f"{name} is not where it was captured")
 
 
 def _failed(label: str, error: BaseException) -> Miss:

@@ -22,6 +22,7 @@ from cadence_fx.errors import ContractError
 from cadence_fx.example import ExampleCall, Variant
 from cadence_fx.locks import new_lock
 from cadence_fx.lookup import program_of
+from cadence_fx.prediction import predict
 from cadence_fx.program import Program
 from cadence_fx.report import Report, report
 from cadence_fx.switch import is_off
@@ -68,6 +69,7 @@ def warm_up(compiled: Any, *args: Any, progress: bool | None = None, **kwargs: A
     if is_off():  # whoever has thrown the kill switch gets eager calls, and no error from what would have sped them up
         return report(compiled)
     with _one_at_a_time:
+        program.prediction = predict(program.contract, call.example, call.module)
         _capture(program, original, call, progress)
     return report(compiled)
 

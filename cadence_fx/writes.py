@@ -27,7 +27,7 @@ class Stopped(BaseException):
 
 
 # What gives the host a tensor's bytes and is no operator. Only tensors on the host can be given away like this.
-_HANDS_OVER = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__}
+HANDS_OVER = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 
 
 class FunctionWatcher(TorchFunctionMode):
@@ -42,7 +42,7 @@ class FunctionWatcher(TorchFunctionMode):
         self.reads: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.reads is None and func in _HANDS_OVER:
+        if self.reads is None and func in HANDS_OVER:
             self.reads = func.__name__
         return func(*args, **(kwargs or {}))
 

@@ -15,6 +15,7 @@ from cadence_fx.passes.batch_copies import BatchCopies
 from cadence_fx.passes.captured import CapturedGraph, CapturedNode, Edit, EditContext
 from cadence_fx.passes.clear_once import ClearOnce
 from cadence_fx.passes.cleared_products import ClearedProducts
+from cadence_fx.passes.constant_writes import ConstantWrites
 from cadence_fx.passes.drop_scalings import DropScalings
 from cadence_fx.passes.elide_copies import ElideCopies
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
@@ -45,6 +46,7 @@ from cadence_fx.passes.provenance import (
     prove_retentions,
 )
 from cadence_fx.passes.reinplace_retention import ReinplaceRetention
+from cadence_fx.passes.spell_casts import SpellCasts
 from cadence_fx.passes.split_host import SplitHost
 from cadence_fx.passes.stage_reads import stage_reads
 from cadence_fx.passes.verify_capturable import VerifyCapturable
@@ -55,6 +57,7 @@ __all__ = [
     "CapturedNode",
     "Choice",
     "ClearOnce",
+    "ConstantWrites",
     "ClearedProducts",
     "Branches",
     "BatchCopies",
@@ -81,6 +84,7 @@ __all__ = [
     "RegionSlot",
     "ReinplaceRetention",
     "SlowPart",
+    "SpellCasts",
     "SplitHost",
     "Step",
     "Unproved",

@@ -151,9 +151,9 @@ def add_tensor(gm: fx.GraphModule, prefix: str, value: torch.Tensor, like: torch
     return node
 
 
-def emit(graph: fx.Graph, target: Any, *args: Any, like: fx.Node) -> fx.Node:
-    """Append ``target(*args)`` at the insertion point, with its value traced and the origin of ``like``."""
-    node = graph.call_function(target, args)
+def emit(graph: fx.Graph, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
+    """Append a call of ``target`` at the insertion point, with its value traced and the origin of ``like``."""
+    node = graph.call_function(target, args, kwargs)
     trace_again(node)
     for key in ("stack_trace", "nn_module_stack"):
         if key in like.meta:

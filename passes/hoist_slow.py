@@ -46,7 +46,7 @@ from cadence_fx.passes.graphs import (
     output_node,
     tensors_in,
 )
-from cadence_fx.passes.native_clocks import NativeClock, native_clocks
+from cadence_fx.passes.native_clocks import NativeClock, native_clocks, steady_inputs
 from cadence_fx.passes.subgraph import ancestors
 
 __all__ = ["HoistSlow"]
@@ -95,8 +95,7 @@ class _Frontier:
         self._facts = ctx.facts_of(gm.graph)
         self._leaving = {self._facts.alias_class(result) for result in output_node(gm.graph).all_input_nodes}
         self._unsteady = ctx.unsteady
-        steady = ctx.frozen_inputs - ctx.unsteady.keys() - {slot.placeholder for slot in ctx.regions}
-        self._clocks = native_clocks(gm, self._facts, steady)
+        self._clocks = native_clocks(gm, self._facts, steady_inputs(ctx))
         tensors = [t for node in gm.graph.nodes for t in tensors_in(node.meta.get("val"))]
         self._accelerated = any(t.device.type != "cpu" for t in tensors)
         self._inputs = self._trace_inputs()

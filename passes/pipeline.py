@@ -20,6 +20,7 @@ from cadence_fx.passes.batch_copies import BatchCopies
 from cadence_fx.passes.captured import Edit
 from cadence_fx.passes.clear_once import ClearOnce
 from cadence_fx.passes.cleared_products import ClearedProducts
+from cadence_fx.passes.constant_writes import ConstantWrites
 from cadence_fx.passes.drop_scalings import DropScalings
 from cadence_fx.passes.elide_copies import ElideCopies
 from cadence_fx.passes.fold_host_constants import FoldHostConstants
@@ -33,6 +34,7 @@ from cadence_fx.passes.late_writes import LateWrites
 from cadence_fx.passes.merge_common import MergeCommon
 from cadence_fx.passes.parallel_branches import ParallelBranches
 from cadence_fx.passes.reinplace_retention import ReinplaceRetention
+from cadence_fx.passes.spell_casts import SpellCasts
 from cadence_fx.passes.split_host import SplitHost
 from cadence_fx.passes.verify_capturable import VerifyCapturable
 from cadence_fx.passes.write_parts import WriteParts
@@ -80,10 +82,12 @@ def _all() -> list[Pass]:
         HoistHostReads(),  # before constants are folded: what it opens reads some
         FoldHostConstants(),  # before the states are followed: what it leaves behind is constant and on the device
         SplitHost(),  # after the constants: what is left on the host changes from call to call
+        ConstantWrites(),  # before constants are merged and kept, which memory that is written never is
         MergeCommon(),  # before the states are written in place: nothing is written yet that the code does not write
         ForwardStores(),  # before the states are followed: what they are made of is then closer at hand
         ElideCopies(),  # after the stores: some copies were made of memory that is gone
         ReinplaceRetention(),  # after whatever changes how a state is computed; its writes stay behind reads of the old
+        SpellCasts(),  # just before they are kept; what follows states has no use for them
         HoistSlow(),  # after what follows states, which goes by constants; it writes nothing
         JitChains(),  # after the writes on states, which are no part of a chain; before results are put elsewhere
         WriteParts(),  # after the states have been followed through the cats

@@ -138,5 +138,14 @@ def check_stream(stream: Stream, device: str = "cpu") -> None:
     assert pair.since("late_captures") == 0
     assert pair.since("captures") == 0
     assert pair.since("replays") == sum(TURNS)
-    sizes = counts(pair.step)["bytes"]
-    assert sizes["predicted_carries"] == sizes["measured_carries"] > 0
+    check_prediction(counts(pair.step))
+
+
+def check_prediction(report: dict[str, Any]) -> None:
+    """What the contract and the example call told of classes and bytes is what there is, exactly."""
+    found = report["prediction"]
+    for what in ("classes", "staging", "carries", "workspaces"):
+        assert found[what]["predicted"] == found[what]["measured"], what
+    assert found["held"] and found["staging"]["measured"] and found["carries"]["measured"]
+    for what in ("staging", "carries"):
+        assert report["bytes"][f"predicted_{what}"] == report["bytes"][f"measured_{what}"] > 0

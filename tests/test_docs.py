@@ -14,7 +14,9 @@ import torch
 
 from cadence_fx import errors
 from cadence_fx.errors import CadenceError
+from cadence_fx.hazard import KINDS
 from cadence_fx.passes import pipeline
+from cadence_fx.remedies import clause_of, remedy_for
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -28,7 +30,10 @@ RELAYED = {
     ("graph", "error.reason"),
     ("graph", "*found"),
     ("verify_capturable", "reason"),
-    ("capture", "*problem"),
+    ("capture", "*full"),
+    ("foresee", "*problem"),
+    ("foresee", "error.reason"),
+    ("explain", "error.reason"),
     ("table", "*problem"),
 }
 NEVER_COUNTED = {"watched"}  # calls that warm-up makes to look at; `_miss` skips them
@@ -49,7 +54,9 @@ def examples(page: str) -> str:
 
 
 @needs_entry_point
-@pytest.mark.parametrize("page", ["contract", "infer", "exactness", "passes", "debugging"])
+@pytest.mark.parametrize(
+    "page", ["adapters", "contract", "infer", "exactness", "passes", "debugging", "doctor", "plan"]
+)
 def test_the_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = examples(f"{page}.md")
     assert code
@@ -105,7 +112,7 @@ def returned(function: ast.AST) -> Iterator[str]:
 
 def relayed(tree: ast.AST, module: str) -> Iterator[str]:
     """Reasons that come through the expressions of RELAYED."""
-    source = {"signature": "compare", "verify_capturable": "_refusal", "storage": "make_room"}.get(module)
+    source = {"signature": "compare", "verify_capturable": "_refusal", "storage": "blocked"}.get(module)
     if source is None:
         return
     (function,) = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == source]
@@ -142,3 +149,21 @@ def test_every_counted_reason_is_documented() -> None:
     assert {"undeclared_size", "host_read", "mode", "alignment", "address"} <= reasons  # the search itself works
     assert all(WORD.fullmatch(reason) for reason in reasons)
     assert section("Reasons") == reasons
+
+
+def test_remedies_are_those_of_the_page() -> None:
+    """Of a reason with several rows, the first is the one of a call."""
+    told: dict[str, str] = {}
+    for reason, remedy in re.findall(
+        r"^\| `(\w+)` \| .+ \| (.+) \|$", ERRORS.split("\n## Reasons\n", 1)[1], re.MULTILINE
+    ):
+        told.setdefault(reason, re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", remedy).replace("`", ""))
+    assert {reason: remedy_for(reason) for reason in told} == told
+    assert all(clause_of(reason) for reason in told)
+
+
+def test_every_kind_of_hazard_is_documented() -> None:
+    rows = re.findall(
+        r"^\| (`\w+`(?:, `\w+`)*) \| .+ \| (?:yes|no|with)", (ROOT / "docs/doctor.md").read_text(), re.MULTILINE
+    )
+    assert sorted(re.findall(r"\w+", " ".join(rows))) == sorted(KINDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +39,17 @@ SMALL_MIMI = MimiSizes(
 
 
 def build_mimi(sizes: MimiSizes = MIMI, device: torch.device | str = "cpu", seed: int = 0) -> Any:
-    """`MimiModel` from the vendor's `get_mimi`, not streaming yet.
-
-    Weights are drawn so that a signal keeps its size on the way, and codebooks hold points of that size: as built they
-    are all zeros, and every frame has the same codes.
-    """
+    """`MimiModel` from the vendor's `get_mimi`, not streaming yet, with weights by `draw_weights`."""
     loaders = load("models.loaders", MOSHI)
+    seanet, quantizer, transformer = arguments(sizes, loaders)
+    config = {**loaders._mimi_config, "seanet": seanet, "quantizer": quantizer, "transformer": transformer}
+    torch.manual_seed(seed)
+    mimi = loaders.get_mimi(None, config, device="cpu", num_codebooks=sizes.codebooks)
+    return draw_weights(mimi).to(device)
+
+
+def arguments(sizes: MimiSizes, loaders: types.ModuleType) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The vendor's own arguments of the convolutions, the quantizer and the transformers, at these sizes."""
     seanet = {**loaders._seanet_kwargs, "dimension": sizes.width, "n_filters": sizes.filters}
     around = {"input_dimension": sizes.width, "output_dimension": sizes.width}
     quantizer = {**loaders._quantizer_kwargs, **around, "dimension": sizes.codebook, "n_q": sizes.levels,
@@ -53,9 +59,12 @@ def build_mimi(sizes: MimiSizes = MIMI, device: torch.device | str = "cpu", seed
         "context": sizes.context, "dim_feedforward": sizes.feedforward, "layer_scale": sizes.layer_scale,
         "input_dimension": sizes.width, "output_dimensions": [sizes.width],
     }  # fmt: skip
-    config = {**loaders._mimi_config, "seanet": seanet, "quantizer": quantizer, "transformer": transformer}
-    torch.manual_seed(seed)
-    mimi = loaders.get_mimi(None, config, device="cpu", num_codebooks=sizes.codebooks)
+    return seanet, quantizer, transformer
+
+
+def draw_weights(mimi: Any) -> Any:
+    """The codec, with weights drawn so that a signal keeps its size on the way, and codebooks that hold points of that
+    size: as built they are all zeros, and every frame has the same codes."""
     with torch.no_grad():
         for weight in mimi.parameters():
             if weight.dim() > 1:
@@ -65,4 +74,4 @@ def build_mimi(sizes: MimiSizes = MIMI, device: torch.device | str = "cpu", seed
                 buffer.normal_()
             elif name.endswith("_initialized"):
                 buffer.fill_(1)
-    return mimi.to(device)
+    return mimi

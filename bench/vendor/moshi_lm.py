@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,12 +47,16 @@ def build_lm_gen(
         options: of `LMGen`, such as `use_sampling`.
     """
     loaders, models = load("models.loaders", MOSHI), load("models.lm", MOSHI)
-    arguments = {
+    torch.manual_seed(seed)
+    model = models.LMModel(device=device, dtype=sizes.dtype, **arguments(sizes, loaders))
+    return models.LMGen(model.eval(), **options)
+
+
+def arguments(sizes: MoshiSizes, loaders: types.ModuleType) -> dict[str, Any]:
+    """The vendor's own arguments of the model, at these sizes."""
+    return {
         **loaders._lm_kwargs, "dim": sizes.width, "num_heads": sizes.heads, "num_layers": sizes.layers,
         "context": sizes.context, "hidden_scale": sizes.scale, "text_card": sizes.text, "card": sizes.bins,
         "depformer_dim": sizes.depth_width, "depformer_num_heads": sizes.depth_heads,
         "depformer_num_layers": sizes.depth_layers, "depformer_dim_feedforward": int(sizes.scale * sizes.depth_width),
     }  # fmt: skip
-    torch.manual_seed(seed)
-    model = models.LMModel(device=device, dtype=sizes.dtype, **arguments)
-    return models.LMGen(model.eval(), **options)

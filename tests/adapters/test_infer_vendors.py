@@ -30,7 +30,8 @@ def test_token2wav(package: vendor.Package) -> None:
         pytest.skip("the vendor's package is not installed")
     stream = Token2WavStream(vendor.build_token2wav(vendor.TINY, package=package))
     stream.prime()
-    geometry, state = stream.geometry, {name: value.clone() for name, value in stream._primed.items()}
+    assert stream.steps is not None
+    geometry, state = stream.geometry, {k: value.clone() for k, value in stream._primed[stream.steps][1].items()}
     cnn, tokens, frames, solver_cnn, solver_att = (state[name] for name in stream.STATE)
     prompt = PromptPlusLast(geometry.prompt, geometry.retained)
 

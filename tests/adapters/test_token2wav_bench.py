@@ -21,7 +21,10 @@ ROW = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(not vendor.available(), reason="the vendor package stepaudio2-minicpmo is not installed")
+@pytest.mark.skipif(
+    not (vendor.available() and vendor.available(vendor.VLLM_OMNI)),
+    reason="stepaudio2-minicpmo or vllm-omni is not installed",
+)
 def test_a_small_run_writes_equal_bytes_and_every_figure(tmp_path: Path) -> None:
     options = {
         "device": "cpu",
@@ -57,7 +60,10 @@ def test_a_failed_variant_has_its_error_in_the_table() -> None:
     assert "cudagraphs        RuntimeError: no" in table({"cudagraphs": {"error": "RuntimeError: no"}})
 
 
-@pytest.mark.skipif(not vendor.available(), reason="the vendor package stepaudio2-minicpmo is not installed")
+@pytest.mark.skipif(
+    not (vendor.available() and vendor.available(vendor.VLLM_OMNI)),
+    reason="stepaudio2-minicpmo or vllm-omni is not installed",
+)
 def test_a_small_run_of_the_vocoder_compares_streams_and_times_both_sides(tmp_path: Path) -> None:
     options = {"device": "cpu", "packages": "hift", "protocols": "stock", "streams": "1", "chunks": "2", "repeats": "2"}
     command = [sys.executable, "-m", "bench.vocoder", "--small", f"--out={tmp_path}"]
@@ -93,7 +99,10 @@ def test_ratios_of_the_vocoder_pair_the_two_sides() -> None:
     assert vocoder.ratios(rows) == {"hift vocoder stock: eager/cadence": 4.5}
 
 
-@pytest.mark.skipif(not vendor.available(), reason="the vendor package stepaudio2-minicpmo is not installed")
+@pytest.mark.skipif(
+    not (vendor.available() and vendor.available(vendor.VLLM_OMNI)),
+    reason="stepaudio2-minicpmo or vllm-omni is not installed",
+)
 def test_a_small_run_of_the_passes_times_the_solver_alone(tmp_path: Path) -> None:
     options = {"device": "cpu", "variants": "SRc/plain", "chunks": "3", "turns": "1", "out": str(tmp_path)}
     command = [sys.executable, "-m", "bench.passes", "--small"] + [f"--{k}={v}" for k, v in options.items()]
@@ -105,7 +114,10 @@ def test_a_small_run_of_the_passes_times_the_solver_alone(tmp_path: Path) -> Non
         assert (row["bytes_equal"], row["repeats"], row["misses"]) == (True, 3, {})
 
 
-@pytest.mark.skipif(not vendor.available(), reason="the vendor package stepaudio2-minicpmo is not installed")
+@pytest.mark.skipif(
+    not (vendor.available() and vendor.available(vendor.VLLM_OMNI)),
+    reason="stepaudio2-minicpmo or vllm-omni is not installed",
+)
 def test_a_small_run_of_the_warm_up_tells_where_the_time_goes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.warm_up", "--small", "--device=cpu", f"--out={tmp_path}"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -121,7 +133,10 @@ def test_a_small_run_of_the_warm_up_tells_where_the_time_goes(tmp_path: Path) ->
         assert abs(sum(step["phases_s"].values()) - step["seconds"]) < 0.5
 
 
-@pytest.mark.skipif(not vendor.available(), reason="the vendor package stepaudio2-minicpmo is not installed")
+@pytest.mark.skipif(
+    not (vendor.available() and vendor.available(vendor.VLLM_OMNI)),
+    reason="stepaudio2-minicpmo or vllm-omni is not installed",
+)
 def test_a_small_run_of_the_schedule_compares_both(tmp_path: Path) -> None:
     options = {"device": "cpu", "chunks": "3", "turns": "1", "out": str(tmp_path)}
     command = [sys.executable, "-m", "bench.schedule", "--small"] + [f"--{k}={v}" for k, v in options.items()]

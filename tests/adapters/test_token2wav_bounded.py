@@ -159,8 +159,10 @@ def test_the_encoder_is_bound_without_the_compiler_around_it() -> None:
 def test_which_prompt_is_bound_must_be_known() -> None:
     token2wav = vendor.build_token2wav(SIZES, package=vendor.MINICPMO_UTILS)
     token2wav.cache["another.wav"] = next(iter(token2wav.cache.values()))
+    stream = Token2WavStream(token2wav)
     with pytest.raises(ContractError, match="which prompt is bound"):
-        Token2WavStream(token2wav)
+        stream.prime()
+    stream.prime("another.wav")
 
 
 def test_released_numbers_follow_from_the_reach() -> None:

@@ -41,7 +41,7 @@ def test_the_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) ->
         ("plan absent.toml", "absent.toml: cannot be read: [Errno 2] No such file or directory: 'absent.toml'"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_code_2(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_line_and_exit_code_2(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 2
     captured = capsys.readouterr()
     assert captured.err == f"error: {told}\n" and not captured.out

@@ -48,12 +48,27 @@ EXAMPLES: list[tuple[CadenceError, str, list[str]]] = [
         "weights_written",
         ["'layers.0.weight'", "256 MiB", "Load the weights again"],
     ),
+    (errors.NoPicture("plan.gif", "a picture is"), "no_picture", ["plan.gif", "a picture is"]),
     (
         errors.NotServed("frames +3: cache 2 -> 5", "requires_grad", "an input requires grad"),
         "requires_grad",
         ["frames +3: cache 2 -> 5", "requires_grad", "an input requires grad"],
     ),
     (errors.StaleState("cache"), "stale_state", ["'cache'", "clone"]),
+    (
+        errors.UnknownFamily("moshi.models.lm.LMGenerator", {"moshi": ["models.lm.LMGen"], "other": ["a.B", "c.D"]}),
+        "unknown_family",
+        ["'moshi.models.lm.LMGenerator'", "Did you mean a LMGen, of 'moshi'?", "other: a.B, c.D"],
+    ),
+    (errors.UnknownFamily("z.LMGem", {"a": ["b.LMGen"], "c": ["b.LMGen"]}), "unknown_family", ["of 'a' or 'c'?"]),
+    (errors.UnknownFamily("a.Q", {}), "unknown_family", ["'a.Q'", "none"]),
+    (
+        errors.VendorMismatch("a.B", {"b 1.0": ["version 2.0 found", "no 'f'"], "c 3.0": ["no 'g'"]}),
+        "vendor_mismatch",
+        ["a.B is none", "for b 1.0: version 2.0 found, no 'f'", "for c 3.0: no 'g'"],
+    ),
+    (errors.AlreadyBound("MimiModel"), "already_bound", ["MimiModel", "unbind it"]),
+    (errors.NotBound("unbind", "a Linear"), "not_bound", ["unbind()", "a Linear"]),
     (
         errors.AuditMismatch(
             "region 'cache'", call=7, axis=2, start=3, stop=5, expected=b"\x00\x01", actual=b"\x00\x02"

@@ -1,0 +1,112 @@
+"""What contracts and example calls predict of Token2Wav's warm-up, beside what it comes to: classes, bytes, order.
+
+    python -m bench.prediction                       # an NVIDIA GPU, released size
+    python -m bench.prediction --small --device cpu  # the same code on small layers
+
+Predicted before anything is compiled, from each callable's contract and the shapes of its example call: classes, bytes
+that they stage, bytes of states and workspaces (paper equation 6). Measured: classes that were captured, and what their
+buffers, carries and workspaces hold. Classes must be equal and bytes within 5 %.
+
+Capture times are predicted as an order only: of callables by the operators of one eager call times the classes, of a
+callable's classes by the bytes in flight. The first is checked where the device is a GPU; the second is a figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import cadence_fx
+from bench import vendor
+from bench.remote import environment, machine, result_path
+from bench.token2wav import CHECK_CHUNKS, Settings, Worker
+from cadence_fx._torch import original_of, tree_map_only
+from cadence_fx.parking import awake
+from cadence_fx.unsteady import Calls
+
+
+class Accounted(Worker):
+    """A variant that tells what was predicted of its warm-up."""
+
+    def compile(self) -> dict[str, Any]:
+        """Of each callable: predicted and measured, operators of one eager call, seconds of its warm-up."""
+        stream = self.subject.stream
+        assert stream is not None
+        stream.prime()
+        self._synchronize()
+        found: dict[str, Any] = {}
+
+        def warm_up(step: Any, *given: Any) -> cadence_fx.Report:
+            operators = _operators(original_of(step), given)
+            start = time.perf_counter()
+            report = cadence_fx.warm_up(step, *given)
+            self._synchronize()
+            found[report["name"]] = {
+                **report["prediction"],
+                "operators": operators,
+                "seconds": round(time.perf_counter() - start, 2),
+            }
+            return report
+
+        stream.warm_up(warm_up, cadence_fx.restore)
+        return found
+
+
+def _operators(step: Any, given: tuple[Any, ...]) -> int:
+    """Operator calls of one eager call, on copies of its arguments."""
+    copies = tree_map_only(torch.Tensor, torch.clone, given)
+    with awake(list(step.buffers())), Calls() as calls:
+        step(*copies)
+    return len(calls.keys)
+
+
+def _orders(callables: dict[str, Any]) -> dict[str, Any]:
+    """Callables from the quickest to the slowest warm-up, as predicted and as measured."""
+    predicted = sorted(callables, key=lambda n: callables[n]["operators"] * callables[n]["classes"]["predicted"])
+    measured = sorted(callables, key=lambda n: callables[n]["seconds"])
+    return {"predicted": predicted, "measured": measured, "equal": predicted == measured}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true", help="small layers")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", message=".*autocast", category=UserWarning)
+    settings = Settings(vendor.TINY if options.small else vendor.RELEASED, options.device, CHECK_CHUNKS, 1)
+    with machine(alone=False):
+        callables = Accounted("SRc", settings).compile()
+    order = _orders(callables)
+    held = all(row["held"] for row in callables.values())
+    report = {
+        "bench": "prediction" + (" (small)" if options.small else ""),
+        **environment(options.device),
+        "protocol": {"tolerance": 0.05, "threads": torch.get_num_threads()},
+        "callables": callables,
+        "order": order,
+        "held": held,
+    }
+    heads = ("classes", "staging", "carries", "workspaces")
+    print(f"{'predicted and measured':<24}" + "".join(f"{head:>28}" for head in heads))
+    for name, row in callables.items():
+        pairs = [f"{row[head]['predicted']:,} {row[head]['measured']:,}" for head in heads]
+        print(f"{name:<24}" + "".join(f"{pair:>28}" for pair in pairs) + ("" if row["held"] else "  NOT HELD"))
+    print(
+        f"warm-ups, quickest first: predicted {', '.join(order['predicted'])}; measured {', '.join(order['measured'])}"
+    )
+    path = result_path(options.out, "prediction", str(report["device"]), "small" if options.small else "")
+    path.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"written: {path}")
+    return int(not held or (options.device != "cpu" and not order["equal"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

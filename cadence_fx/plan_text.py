@@ -1,0 +1,115 @@
+"""A plan as text for people: tables of regions and callables, totals, and what to do about the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from cadence_fx._table import aligned
+from cadence_fx._units import size_text
+from cadence_fx.plan_report import sample
+
+if TYPE_CHECKING:
+    from cadence_fx.plan_report import CallablePlan, PlanReport, RegionPlan
+
+Table = Callable[[Sequence[Sequence[str]]], list[str]]
+_HEAD = ("region", "mode", "stride", "W", "extents", "envelope", "K", "bytes", "stock", "over", "verdict")
+
+
+def plan_text(report: PlanReport, table: Table = aligned) -> str:
+    """Several lines; ``table`` aligns rows, the first of which is a heading."""
+    count = len(report.callables)
+    lines = [f"plan of {report.name}: {count} callable{'s' * (count != 1)}"]
+    for each in report.callables:
+        lines += ["", *_callable(each, table)]
+    return "\n".join([*lines, "", *_totals(report, table), *_notes(report)])
+
+
+def _callable(each: CallablePlan, table: Table) -> list[str]:
+    at_most = "" if each.exact else "at most "
+    width = "no bound" if each.classes is None else f"{at_most}{each.classes:,}"
+    lines = [f"{each.name}: {each.verdict.word}, {each.verdict.reason}"]
+    lines += [f"  clock {clock}" for clock in each.clocks]
+    lines.append(f"  classes {width} of {each.limit:,} allowed: {each.arithmetic}")
+    if each.regions:
+        lines += table([_HEAD, *map(_region, each.regions)])
+        lines += [f"  K of {region.name}: {region.arithmetic}" for region in each.regions if (region.classes or 0) > 1]
+    if each.inputs:
+        rows = [("staged", "bytes a call", "in all classes")]
+        rows += [(i.name, _span(i.bytes, i.most_bytes), _size(i.staging_bytes)) for i in each.inputs]
+        lines += table(rows)
+    if each.verdict.capturable and each.frozen_bytes is not None and each.staging_bytes is not None:
+        held = size_text(each.frozen_bytes + each.staging_bytes)
+        staged, regions = size_text(each.staging_bytes), size_text(each.frozen_bytes)
+        lines.append(f"  replay holds {held}: {staged} staged, {regions} of regions")
+    if each.verdict.capturable and each.capture_seconds is not None:
+        lines.append(f"  capture about {each.capture_seconds:.0f} s ({each.operators:,} operators a call)")
+    told: set[str] = set()
+    for region in each.regions:
+        if not region.verdict.capturable:
+            told.add(region.verdict.remedy)
+            lines.append(f"  {region.name}: {region.verdict.reason}; it takes {region.verdict.remedy}")
+    if each.verdict.remedy and each.verdict.remedy not in told:
+        lines.append(f"  it takes {each.verdict.remedy}")
+    return lines
+
+
+def _region(region: RegionPlan) -> tuple[str, ...]:
+    ratio = region.over_reservation
+    return (
+        region.name,
+        region.mode,
+        f"{region.stride:,}",
+        "-" if region.window is None else f"{region.window:,}",
+        sample(region),
+        "-" if region.envelope is None else f"{region.envelope:,}",
+        "-" if region.classes is None else f"{region.classes:,}",
+        _size(region.bytes),
+        _size(region.stock_bytes),
+        "-" if ratio is None else f"{ratio:.2f}x",
+        region.verdict.word,
+    )
+
+
+def _size(count: int | None) -> str:
+    return "-" if count is None else size_text(count)
+
+
+def _span(normal: int, most: int) -> str:
+    return _size(normal) if normal == most else f"{_size(normal)}, at most {_size(most)}"
+
+
+def _totals(report: PlanReport, table: Table) -> list[str]:
+    stock_each, stock_peak = size_text(report.stock_session_bytes), size_text(report.stock_peak_bytes)
+    rows = [
+        ("total", "declared", "stock"),
+        ("classes", f"{report.classes:,}", ""),
+        ("staging", size_text(report.staging_bytes), ""),
+        ("weights", _size(report.weights), _size(report.weights)),
+        ("state of a session", size_text(report.session_bytes), stock_each),
+        ("resident, one session", size_text(report.peak_bytes), stock_peak),
+    ]
+    if report.device_memory is not None:
+        device = f"sessions in {size_text(report.device_memory)}"
+        rows.append((device, _count(report.sessions), _count(report.stock_sessions)))
+    if report.capture_seconds is not None:
+        rows.append(("capture, estimated", f"{report.capture_seconds:.0f} s", ""))
+    return table(rows)
+
+
+def _count(sessions: int | None) -> str:
+    return "-" if sessions is None else f"{sessions:,}"
+
+
+def _notes(report: PlanReport) -> list[str]:
+    notes = ["activations are in no configuration and are not counted"]
+    if report.weights is None:
+        notes.append("weights are not known and not counted")
+    if report.unweighed:
+        few = ", ".join(report.unweighed[:4]) + (", ..." if len(report.unweighed) > 4 else "")
+        notes.append(f"not counted, since no shape or no bound is known: {few}")
+    if any(r.mode == "constant" and (r.over_reservation or 1) > 1 for c in report.callables for r in c.regions):
+        notes.append("constants stay as they are shipped, and count so")
+    if not report.capturable:
+        notes.append("callables that are not captured run eager, and their regions count as shipped")
+    return [f"  note: {note}" for note in [*notes, *report.notes]]
