@@ -10,13 +10,14 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import fx
 
 from cadence_fx._torch_calls import line_of
 from cadence_fx.bytesops import as_integers
 from cadence_fx.calls import Graph, Place
 from cadence_fx.passes.constants import Constants
 from cadence_fx.passes.graphs import GraphFacts
-from cadence_fx.passes.ids import NotFollowed
+from cadence_fx.passes.ids import IdRun, NotFollowed
 from cadence_fx.passes.provenance import follow_frames
 from cadence_fx.retention import KeepLast, PromptPlusLast
 
@@ -39,13 +40,13 @@ class Follower:
         gm = graph.traced.gm
         self._facts = GraphFacts(gm.graph)
         self._constants = Constants(gm, self._facts)
+        self._runs: dict[tuple[fx.Node, fx.Node], IdRun | NotFollowed] = {}
 
-    def frames(self, place: Place, output: int, axis: int, advance: int = 0) -> Frames | Lost:
+    def frames(self, place: Place, output: int, axis: int) -> Frames | Lost:
         """What each position of a returned value along ``axis`` holds of the tensor that came in at ``place``.
 
         Args:
             output: number of the value; the tensor itself, at the end of the call, where it is written in place.
-            advance: how many frames the call brings, if that is known: tells fresh frames apart.
         """
         old = self.graph.placeholder(place)
         itself = self.graph.traced.same[output] == self.graph.places.index(place)
@@ -53,10 +54,22 @@ class Follower:
         if result is None:
             return Lost("the next state is no tensor of the graph", None)
         try:
-            found = follow_frames(self.graph.traced.gm.graph, self._facts, self._constants, old, result, axis, advance)
+            run = self._run(old, result)
+            return _numbered(run, old, result, axis)
         except NotFollowed as end:
             return Lost(end.reason, line_of(end.node))
-        return tuple((frame.old, frame.index) for frame in found)
+
+    def _run(self, old: fx.Node, result: fx.Node) -> IdRun:
+        if (old, result) not in self._runs:
+            graph = self.graph.traced.gm.graph
+            try:
+                self._runs[old, result] = IdRun(graph, self._facts, self._constants, old, result)
+            except NotFollowed as end:
+                self._runs[old, result] = end
+        run = self._runs[old, result]
+        if isinstance(run, NotFollowed):
+            raise run
+        return run
 
     def line(self, output: int) -> str | None:
         """The user's line that makes a returned value, or that writes it last."""
@@ -65,6 +78,24 @@ class Follower:
             return None
         writes = self._facts.writes_to(node)
         return line_of(writes[-1] if writes else node) or line_of(node)
+
+
+def _numbered(run: IdRun, old: fx.Node, result: fx.Node, axis: int) -> Frames:
+    """Frames with the numbers of fresh ones, if these are told by some number of frames that a call may bring: as many
+    as it keeps or, where nothing old is left, more, as many as what they are taken from has."""
+    frames = follow_frames(run, old, result, axis, 0)
+    plain = tuple((frame.old, frame.index) for frame in frames)
+    fresh = [frame for frame in frames if not frame.old]
+    if len(fresh) < 2:
+        return plain
+    sizes = {size for frame in fresh if frame.leaf is not None for size in frame.leaf.shape}
+    advances = [len(fresh)] if len(fresh) < len(frames) else sorted(size for size in sizes if size > len(fresh))
+    for advance in advances:
+        found = follow_frames(run, old, result, axis, advance)
+        indices = [frame.index for frame in found if not frame.old]
+        if None not in indices and len(set(indices)) == len(indices):
+            return tuple((frame.old, frame.index) for frame in found)
+    return plain
 
 
 def frames_by_bytes(before: torch.Tensor, after: torch.Tensor, axis: int) -> Frames | None:

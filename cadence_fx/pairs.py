@@ -81,59 +81,69 @@ def _attributes(live: Live, stream: Live, first: Arguments, second: Arguments | 
         again = stream.watch(copied(follow_up))
     except ExampleFailed:  # arguments that only fit a first call
         again = ran
+    candidates = []
     for place in ran.after:
         if place.root != "attribute" or place not in ran.changed | again.changed:
             continue
-        if place in ran.before:
-            found.written.append(place)
         if place not in ran.before:
-            found.doubts.append(
-                Doubt(
-                    str(place),
-                    "is made by the first call: make one call, or put an empty tensor there, before inferring",
-                )
-            )
-        elif ran.after[place].dim() == 0:
+            if place in again.changed:  # else it is a table that the first call makes
+                why = "is made by the first call: make one call, or put an empty tensor there, before inferring"
+                found.doubts.append(Doubt(str(place), why))
+            continue
+        found.written.append(place)
+        if ran.after[place].dim() == 0:
             found.doubts.append(Doubt(str(place), "changes in a call and has no axis; a state needs one of size 1"))
-        elif not _matters(live, place, first, follow_up):
-            found.doubts.append(
-                Doubt(
-                    str(place),
-                    "is written by each call and read by none that was made: scratch, if that is always so",
-                )
-            )
         else:
+            candidates.append(place)
+    read = _read_later(live, candidates, first, follow_up)
+    for place in candidates:
+        if place in read:
             found.slots.append(Slot(place, None, True))
+        else:
+            why = "is written by each call and read by none that was made: scratch, if that is always so"
+            found.doubts.append(Doubt(str(place), why))
 
 
-def _matters(live: Live, place: Place, first: Arguments, follow_up: Arguments) -> bool:
-    """Whether other content at an attribute's place changes anything that a call makes, in any of several calls."""
+def _read_later(live: Live, places: Sequence[Place], first: Arguments, follow_up: Arguments) -> set[Place]:
+    """The attributes whose content makes a difference elsewhere, in any of several calls."""
     draw = torch.Generator().manual_seed(1)
-    stream = live.twin()
+    stream, read = live.twin(), set[Place]()
     for number in range(_LOOKS):
         arguments = first if number == 0 else follow_up
-        here, other = stream.twin(), stream.twin()
-        held = other.get(place)
-        changed = drawn(held, draw)
-        if not (held.dtype.is_floating_point or held.dtype.is_complex):
-            changed = torch.zeros_like(held) if bool(held.any()) else torch.ones_like(held)
-        with torch.no_grad():
-            held.copy_(changed)
+        here = stream.twin()
         try:
-            torch.manual_seed(0)
-            expected = here.watch(copied(arguments))
+            expected = _seeded(here, arguments)
         except ExampleFailed:
-            return True
-        try:
-            torch.manual_seed(0)
-            actual = other.watch(copied(arguments))
-        except ExampleFailed:
-            return True  # an index that is out of range now
-        others = [{p: t for p, t in made.after.items() if p != place} for made in (expected, actual)]
-        if not _same(expected.results, actual.results) or not _same(*others):
-            return True
+            return set(places)
+        for place in places:
+            if place in read:
+                continue
+            other = stream.twin()
+            held = other.get(place)
+            with torch.no_grad():
+                held.copy_(_another(held, draw))
+            try:
+                actual = _seeded(other, arguments)
+            except ExampleFailed:  # an index that is out of range now
+                read.add(place)
+                continue
+            others = [{p: t for p, t in made.after.items() if p != place} for made in (expected, actual)]
+            if not _same(expected.results, actual.results) or not _same(*others):
+                read.add(place)
         stream = here
-    return False
+    return read
+
+
+def _seeded(live: Live, arguments: Arguments) -> Ran:
+    torch.manual_seed(0)
+    return live.watch(copied(arguments))
+
+
+def _another(held: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """Other content for a tensor: random numbers, or for what is no float the one of 0 and 1 that it is not."""
+    if held.dtype.is_floating_point or held.dtype.is_complex:
+        return drawn(held, draw)
+    return torch.zeros_like(held) if bool(held.any()) else torch.ones_like(held)
 
 
 def _same(left: Mapping[Any, torch.Tensor], right: Mapping[Any, torch.Tensor]) -> bool:

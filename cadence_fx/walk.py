@@ -199,7 +199,7 @@ class Walker:
             for axis in _axes(old.shape, new.shape):
                 visit.read[slot, axis] = frames_by_bytes(old, new, axis)
                 if follower is not None:
-                    visit.graph[slot, axis] = self._followed(follower, slot, axis, arguments)
+                    visit.graph[slot, axis] = follower.frames(slot.place, follower.graph.after(slot), axis)
             visit.lines[slot] = follower.line(follower.graph.after(slot)) if follower is not None else None
         self.found.visits.append(visit)
         return visit
@@ -215,30 +215,6 @@ class Walker:
         except NotTraced as error:
             self.found.not_traced = error
             return None
-
-    def _followed(self, follower: Follower, slot: Slot, axis: int, arguments: Arguments) -> Frames | Lost:
-        output = follower.graph.after(slot)
-        frames = follower.frames(slot.place, output, axis)
-        if isinstance(frames, Lost):
-            return frames
-        fresh = sum(not old for old, _ in frames)
-        if fresh < 2:
-            return frames
-        # Which fresh frames they are can be told once it is known how many the call brings: as many as it keeps, or,
-        # where nothing old is left, more than it keeps, as many as some argument has.
-        advances = [fresh]
-        if fresh == len(frames):
-            advances = []
-            places = [slot.place.path for slot in self.slots]
-            others = [paths.get(arguments, path) for path in tensor_paths(arguments) if path not in places]
-            advances += sorted({size for tensor in others for size in tensor.shape if size > fresh})
-        for advance in advances:
-            numbered = follower.frames(slot.place, output, axis, advance)
-            assert not isinstance(numbered, Lost)
-            indices = [index for old, index in numbered if not old]
-            if None not in indices and len(set(indices)) == len(indices):
-                return numbered
-        return frames
 
     def _compare_with_other_data(self) -> None:
         """Play the first calls again with other data: extents that differ depend on it."""

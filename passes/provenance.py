@@ -96,7 +96,8 @@ def _prove(graph: fx.Graph, facts: GraphFacts, constants: Constants, slot: Regio
         return Proved(everything) if extent == policy.n else Contradicted(pinned, everything, min(extent, policy.n))
     declared = policy.survivors(slot.extent, slot.advance)
     try:
-        frames = follow_frames(graph, facts, constants, old, result, slot.axis, slot.advance)
+        run = IdRun(graph, facts, constants, old, result)
+        frames = follow_frames(run, old, result, slot.axis, slot.advance)
     except NotFollowed as end:
         return _unproved(end.reason, end.node)
     if declared is None:
@@ -150,12 +151,10 @@ def _spans(frames: list[Frame], expected: Sequence[tuple[bool, int]]) -> tuple[S
     return tuple(spans)
 
 
-def follow_frames(
-    graph: fx.Graph, facts: GraphFacts, constants: Constants, old: fx.Node, result: fx.Node, axis: int, advance: int
-) -> list[Frame]:
-    """What each position of ``result`` along ``axis`` holds of the placeholder ``old``, of a call that brings
-    ``advance`` frames. Raises ``NotFollowed`` where it is neither one old frame nor fresh."""
-    run = IdRun(graph, facts, constants, old, result)
+def follow_frames(run: IdRun, old: fx.Node, result: fx.Node, axis: int, advance: int) -> list[Frame]:
+    """What each position of ``result`` along ``axis`` holds of the placeholder ``old``, by the element numbers of
+    ``run``, in a call that brings ``advance`` frames. Raises ``NotFollowed`` where it is neither one old frame nor
+    fresh."""
     numbers = run.result
     before, after = tensor_val(old).shape, numbers.shape
     if numbers.numel() == 0:
