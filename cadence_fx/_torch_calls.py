@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from cadence_fx._torch import as_expr
 
 _TORCH = str(Path(torch.__file__).parent)
-_OURS = str(Path(__file__).parent)
+_OURS = Path(__file__).parent
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _RECORDS = "record_stack_traces" in inspect.signature(make_fx).parameters
 _STACKS: dict[str, Any] = {"record_stack_traces": True} if _RECORDS else {}
@@ -132,12 +132,16 @@ def _first_line(error: BaseException) -> str:
 
 def raised_at(error: BaseException) -> str | None:
     """`file:line` of the innermost frame of an error that is neither PyTorch's nor this project's."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_TORCH, _OURS, "<"))]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
 
 
 def line_of(node: fx.Node) -> str | None:
     """`file:line` of the innermost line of the user's code that made a node; None if it was not kept."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    users = [(file, line) for file, line in frames if not file.startswith((_TORCH, _OURS, "<"))]
+    users = [(file, line) for file, line in frames if _is_users(file)]
     return f"{users[-1][0]}:{users[-1][1]}" if users else None
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith((_TORCH, "<")) and Path(file).parent != _OURS

@@ -118,9 +118,8 @@ def _rows(tensor: torch.Tensor, axis: int) -> list[bytes] | None:
 
 
 def agree(graph: Frames, read: Frames) -> bool:
-    """Whether bytes say the same as the graph about which frames of the old state are kept, and where."""
-    kept = [[(old, index if old else None) for old, index in frames] for frames in (graph, read)]
-    return kept[0] == kept[1]
+    """Whether the bytes of a call are where its graph has them. A fresh frame may have the bytes of an old one."""
+    return len(graph) == len(read) and all(a == b for a, b in zip(graph, read, strict=True) if a[0])
 
 
 Policy = KeepLast | PromptPlusLast
@@ -140,17 +139,29 @@ def fitting(calls: Sequence[Seen], bound: int, added: int) -> list[Policy]:
 
     All of them are the same for these calls: they differ only for extents or advances that were not met.
     """
-    return [policy for policy in _policies(bound) if all(_explains(policy, call, added) for call in calls)]
+    return [policy for policy in _policies(calls, bound) if all(_explains(policy, call, added) for call in calls)]
 
 
-def _policies(bound: int) -> Iterator[Policy]:
+def _policies(calls: Sequence[Seen], bound: int) -> Iterator[Policy]:
+    """Those that may be meant: what is kept of the head ends where some call left frames out."""
     yield KeepLast(bound)
     yield KeepLast(bound, "prepend")
-    for prompt in range(1, bound + 1):
+    breaks = {at for call in calls if call.new == bound for at in _breaks(call.frames)}
+    for prompt in sorted(breaks | {bound}):
         yield PromptPlusLast(prompt, bound - prompt)
         if prompt < bound:
             yield PromptPlusLast(prompt, bound - prompt, "prepend")
     yield PromptPlusLast(0, bound, "prepend")
+
+
+def _breaks(frames: Frames) -> list[int]:
+    """Positions whose frame does not follow the one before."""
+    pairs = enumerate(zip(frames, frames[1:], strict=False), 1)
+    return [
+        at
+        for at, ((old, index), (other, after)) in pairs
+        if old != other or (index is not None and after is not None and after != index + 1)
+    ]
 
 
 def _explains(policy: Policy, call: Seen, added: int) -> bool:

@@ -192,6 +192,7 @@ class _Inference:
                 states.append(deduce(walk, slot))
             except Undeclarable as error:
                 problems.append(str(error))
+        problems += [self._frozen(state) for state in states if self.second is None and _is_frozen(state)]
         if not pairs.slots:
             problems.append("no state was found")
         if problems:
@@ -264,6 +265,11 @@ class _Inference:
         return Inferred(made.contract, tuple(facts), (*map(str, self.doubts), *assumed), (), checked)
 
     @staticmethod
+    def _frozen(state: Deduced) -> str:
+        why = "once full it would never take a frame again; a second example call tells whether it is a state"
+        return str(Doubt(str(state.slot.place), f"ambiguous: {why}", state.line))
+
+    @staticmethod
     def _checked(contract: Contract, walk: Walk) -> str:
         width = contract.width()
         calls = len(walk.visits)
@@ -272,6 +278,16 @@ class _Inference:
         return (
             f"{calls} calls with other data; extents, kept frames and all {width.classes} classes of the catalog agree"
         )
+
+
+def _is_frozen(state: Deduced) -> bool:
+    """Whether what looks like a state of an argument takes no fresh frame any more, and may be no state at all."""
+    policy = state.retention
+    return (
+        state.slot.result is not None
+        and isinstance(policy, PromptPlusLast)
+        and (policy.last == 0 and policy.order == "append" or policy.prompt == 0 and policy.order == "prepend")
+    )
 
 
 def _facts(name: str, states: Sequence[Deduced], growth: Growth | None) -> list[Fact]:
