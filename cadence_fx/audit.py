@@ -89,6 +89,7 @@ class _Auditor:
         _set_generators(generators)
         found = planner.finish(table(args), args)
         self._ledger.calls += 1
+        self._program.audited_calls += 1
         states = {i: key[0] for key, i in planner.pairing.outputs.items() if i is not None}
         axes = {instance.region.name: instance.axis for instance in planner.binding.instances}
         for i, (right, mine) in enumerate(zip(expected, found, strict=True)):

@@ -151,13 +151,22 @@ class RetentionMismatch(ContractError):
 
     reason = "retention_mismatch"
 
-    def __init__(self, region: str, declared: object, found: object, where: str | None = None) -> None:
+    def __init__(
+        self,
+        region: str,
+        declared: object,
+        found: object,
+        where: str | None = None,
+        counterexample: str | None = None,
+    ) -> None:
         self.declared = declared
         self.found = found
         self.where = where
+        self.counterexample = counterexample
         at = f" at {where}" if where else ""
+        first = f"; {counterexample}" if counterexample else ""
         super().__init__(
-            f"the contract declares {declared}, but the code keeps {found}{at}. "
+            f"the contract declares {declared}, but the code keeps {found}{at}{first}. "
             "Correct the declared retention (or its order), or the code.",
             field="retention",
             region=region,

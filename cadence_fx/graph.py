@@ -24,12 +24,11 @@ from cadence_fx.pairing import Pairing, extents
 from cadence_fx.parking import awake
 from cadence_fx.passes import PassContext, RegionSlot, select_edits, select_passes
 from cadence_fx.passes.effects import all_known, draws
-from cadence_fx.passes.graphs import GraphFacts, output_node
-from cadence_fx.passes.graphs import location as _location
+from cadence_fx.passes.graphs import GraphFacts
 from cadence_fx.passes.layout import give_layout, reads_layout
-from cadence_fx.passes.provenance import Contradicted, Proved, prove_retentions
+from cadence_fx.passes.provenance import prove_retentions
 from cadence_fx.plan import WATCHED, Miss, Plan, RegionUse, Split
-from cadence_fx.retention import Span
+from cadence_fx.proofs import proof_of
 from cadence_fx.signature import compare, fixed_key, is_lazy, is_plain, region_key, scalar_key, tensor_key
 from cadence_fx.twins import fingerprint, in_terms_of
 from cadence_fx.ways import Subject, split_around, ways
@@ -345,16 +344,14 @@ class GraphPlanner:
         notes = []
         slots = [slot for slot in slots if not _is_empty(aten, slot)]  # no bytes, nothing to prove
         for slot, verdict in zip(slots, prove_retentions(aten, slots), strict=True):
-            if isinstance(verdict, Contradicted):
-                outputs = output_node(aten.graph).args[0]
-                where = _location(outputs[slot.output]) if slot.output is not None else None  # type: ignore[index,arg-type]
+            proof = proof_of(aten.graph, slot, verdict)
+            self.program.proofs[proof.key] = proof
+            if proof.verdict == "contradicted":
                 policy = slot.declared.retention.describe()
                 raise RetentionMismatch(
-                    slot.instance, f"{policy}: {_spans(verdict.declared)}", _spans(verdict.found), where
+                    slot.instance, f"{policy}: {proof.declared}", proof.found, proof.where, proof.counterexample
                 )
-            text = "proved" if isinstance(verdict, Proved) else f"not provable: {verdict.reason}"
-            self.program.proofs[slot.instance, slot.extent, slot.next_extent] = text
-            notes.append(f"{slot.instance}: retention {text}")
+            notes.append(f"{slot.instance}: retention {proof}")
         return notes
 
     # -- sharing ------------------------------------------------------------------------------------------------------
@@ -489,8 +486,3 @@ def _is_empty(aten: fx.GraphModule, slot: RegionSlot) -> bool:
     """Whether a state has no elements at any extent: another dimension is 0."""
     shape = next(n for n in aten.graph.find_nodes(op="placeholder") if n.name == slot.placeholder).meta["val"].shape
     return any(size == 0 for axis, size in enumerate(shape) if axis != slot.axis)
-
-
-def _spans(spans: Sequence[Span]) -> str:
-    """`old[3:8] + new[0:3]`."""
-    return " + ".join(f"{span.source}[{span.start}:{span.stop}]" for span in spans) or "nothing"

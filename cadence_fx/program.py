@@ -30,6 +30,7 @@ from cadence_fx.locks import Gate
 from cadence_fx.passes import Choice, select_passes, stage_reads
 from cadence_fx.paths import Origin
 from cadence_fx.plan import Miss
+from cadence_fx.proofs import Proof
 from cadence_fx.recorder import DevicePool
 from cadence_fx.storage import Carry
 from cadence_fx.table import ReplayTable
@@ -48,7 +49,8 @@ class Program:
         catalog: every reachable call; empty without a contract.
         graphs: one (planner, table) per Dynamo graph.
         carries: storage of the region instances.
-        proofs: (instance, extent, next extent) → "proved" or why the retention could not be proved.
+        proofs: what the graph of each class says about the retention of each state, by `Proof.key`.
+        audited_calls: calls that `audit` has compared with the stock computation.
         sizes: argument path → shape in the declared stream, as first seen; only a declared Input lets an axis vary.
         twins: what a class computes and for which call → the class and the accessors of its arguments, so that another
             Dynamo graph of the very same computation shares the recording.
@@ -73,7 +75,8 @@ class Program:
         self.gate = Gate()
         self.graphs: list[tuple[GraphPlanner, ReplayTable]] = []
         self.carries: dict[CarryKey, Carry] = {}
-        self.proofs: dict[tuple[str, int, int], str] = {}
+        self.proofs: dict[tuple[str, int, int, int], Proof] = {}
+        self.audited_calls = 0
         self.sizes: dict[paths.Path, tuple[int, ...]] = {}
         self.twins: dict[Any, tuple[ReplayClass, list[str]]] = {}
         self.keep = Keep()

@@ -16,6 +16,7 @@ from cadence_fx.ledger import PHASES
 from cadence_fx.lookup import program_of
 from cadence_fx.plan import Miss
 from cadence_fx.program import Program
+from cadence_fx.proofs import proof_facts, proof_lines
 from cadence_fx.replay import ExactShapeReplay
 
 
@@ -65,7 +66,8 @@ def report(compiled: Any) -> Report:
         "catalog": len(program.catalog),
         "classes": len(classes),
         "captured_entries": len(_captured_entries(program)),
-        "retention": {f"{name} {a}->{b}": verdict for (name, a, b), verdict in program.proofs.items()},
+        "retention": {f"{name} {a}->{b}": str(proof) for (name, a, b, _), proof in program.proofs.items()},
+        "proof": proof_facts(program.contract, program.catalog, program.proofs.values(), program.audited_calls),
         "carries": {
             f"{key[0]} {carry.name}" if key[0] != carry.name else carry.name: carry.nbytes
             for key, carry in program.carries.items()
@@ -228,5 +230,5 @@ def _text(facts: dict[str, Any]) -> str:
     if facts.get("retention"):
         proved = sum(verdict == "proved" for verdict in facts["retention"].values())
         lines.append(f"  retention: {proved} of {len(facts['retention'])} proved")
-        lines += [f"      {name}: {verdict}" for name, verdict in facts["retention"].items() if verdict != "proved"]
+        lines += proof_lines(facts["proof"])
     return "\n".join(lines)
