@@ -17,6 +17,7 @@ from cadence_fx.errors import CatalogMismatch as CatalogMismatch
 from cadence_fx.errors import CatalogTooWide as CatalogTooWide
 from cadence_fx.errors import ContractError as ContractError
 from cadence_fx.errors import ContractFileError as ContractFileError
+from cadence_fx.errors import ExampleFailed as ExampleFailed
 from cadence_fx.errors import NotCapturable as NotCapturable
 from cadence_fx.errors import NotCompiled as NotCompiled
 from cadence_fx.errors import NotServed as NotServed
@@ -29,6 +30,8 @@ from cadence_fx.errors import UnknownArgument as UnknownArgument
 from cadence_fx.errors import UnknownState as UnknownState
 from cadence_fx.errors import UnusedClock as UnusedClock
 from cadence_fx.errors import WrongModule as WrongModule
+from cadence_fx.infer import Inferred as Inferred
+from cadence_fx.infer import infer as infer
 from cadence_fx.refresh import refresh as refresh
 from cadence_fx.replay import ExactShapeReplay as ExactShapeReplay
 from cadence_fx.report import Report as Report
@@ -55,6 +58,8 @@ __all__ = [
     "ContractError",
     "ContractFileError",
     "ExactShapeReplay",
+    "ExampleFailed",
+    "Inferred",
     "Input",
     "KeepLast",
     "NotCapturable",
@@ -79,6 +84,7 @@ __all__ = [
     "declare",
     "deterministic",
     "disabled",
+    "infer",
     "refresh",
     "report",
     "restore",

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from cadence_fx import paths
+from cadence_fx._torch import tree_map_only
 from cadence_fx._torch_calls import TracedCall, raised_at, trace_call
 from cadence_fx.errors import ExampleFailed
 from cadence_fx.leaves import kept_tensors, tensor_paths

@@ -49,7 +49,7 @@ def examples(page: str) -> str:
 
 
 @needs_entry_point
-@pytest.mark.parametrize("page", ["contract", "exactness", "passes", "debugging"])
+@pytest.mark.parametrize("page", ["contract", "infer", "exactness", "passes", "debugging"])
 def test_the_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = examples(f"{page}.md")
     assert code
