@@ -47,6 +47,9 @@ class Deduced:
         return self.axis, self.start, self.added, self.flushed, self.retention, self.slot.place.root
 
 
+_UNKNOWN = Lost("not traced", None)
+
+
 class Undeclarable(Exception):
     """No contract can say what a state does; the stream has no catalog."""
 
@@ -102,7 +105,8 @@ def _growing(walk: Walk, slot: Slot, calls: Sequence[Visit], axis: int, line: st
         policies: list[Policy] = fitting(seen, bound, added)
         if len(seen) == len(calls) and policies:
             confidence, told = _confidence(policies, proved, why, walk)
-            return Deduced(slot, axis, start, added, policies[0], confidence, told, PROVED, line)
+            sure = PROVED if proved else OBSERVED
+            return Deduced(slot, axis, start, added, policies[0], confidence, told, sure, line)
     if len(seen) == len(calls) or not steps:
         raise Undeclarable(Doubt(str(slot.place), "no retention policy keeps the frames that it keeps", line))
     (added,) = steps
@@ -179,6 +183,8 @@ def _constant(walk: Walk, slot: Slot, calls: Sequence[Visit], line: str | None) 
         added = _ring_step([visit.read.get((slot, axis)) for visit in calls])
         if in_place and added:
             why = f"each call overwrites the {added} oldest of {size} frames, in turn"
+            if not any(isinstance(visit.graph.get((slot, axis), _UNKNOWN), Lost) for visit in calls):
+                why += "; Python counts its position, so that each one is a graph of its own"
             return Deduced(slot, axis, size, added, Ring(size), OBSERVED, why, OBSERVED, line)
     axis = next((axis for axis, size in enumerate(shape) if size), 0)
     why = "its extent never moves; what it holds is computed anew, and is not compared with anything"

@@ -296,7 +296,7 @@ def _facts(name: str, states: Sequence[Deduced], growth: Growth | None) -> list[
     state = min(states, key=lambda each: rank[each.confidence])
     slot, policy, line = state.slot, state.retention, state.line
     paired = PROVED if all(each.slot.proved for each in states) else OBSERVED
-    why = "" if paired == PROVED else "the second call was given it"
+    why = "" if paired == PROVED or slot.result is None else "the second call was given it"
     where = "the same place" if slot.result is None else f"result {'.'.join(map(str, slot.result)) or '0'}"
     facts = [
         Fact(name, "next state", where, paired, why, line),

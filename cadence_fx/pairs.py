@@ -63,6 +63,7 @@ def find_pairs(live: Live, first: Arguments, second: Arguments | None) -> Pairs:
         graph = live.trace(copied(first), found.written)
     except NotTraced as error:
         found.not_traced = error
+        found.slots = [dataclasses.replace(slot, proved=False) for slot in found.slots]
     _in_place(ran, graph, second, found)
     if second is not None:
         _by_second_call(ran, second, found)

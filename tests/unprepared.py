@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cadence_fx import Clock, Contract, Input, KeepLast, Pinned, PromptPlusLast, Region, Ring
+from cadence_fx import Clock, Contract, KeepLast, Pinned, PromptPlusLast, Region, Ring
 
 C = 6
 
@@ -288,36 +288,42 @@ CASES = (
 )
 
 
-def same(found: Contract, declared: Contract) -> str | None:
+def same(found: Contract, declared: Contract, but: Collection[str] = ()) -> str | None:
     """How two contracts differ in what they say of a stream: None where they say the same, under whatever names.
 
-    Clocks of a product that only run inside a call, session lifetimes and scratch say nothing that one turn shows.
+    Policies are the same that keep the same frames in every call of the stream. Clocks of a product that only run
+    inside a call, session lifetimes and scratch say nothing that one turn shows.
+
+    Args:
+        but: places of regions whose retention is not compared beyond its extents.
     """
-    left, right = _table(found), _table(declared)
+    left, right = (_table(contract, but) for contract in (found, declared))
     if left.keys() != right.keys():
         return f"places {sorted(left)} and {sorted(right)}"
     for place, facts in left.items():
         if facts != right[place]:
             return f"{place}: {facts} and {right[place]}"
     mine, theirs = (
-        {(entry.argument, entry.axis, *(entry.size(a) for a in contract.advances_of(entry.clock))) for entry in contract.inputs}
+        {(each.argument, each.axis, *map(each.size, contract.advances_of(each.clock))) for each in contract.inputs}
         for contract in (found, declared)
     )
     return None if mine == theirs else f"inputs {mine} and {theirs}"
 
 
-def _table(contract: Contract) -> dict[str, tuple[Any, ...]]:
-    table = {}
+def _table(contract: Contract, but: Collection[str]) -> dict[str, tuple[Any, ...]]:
+    table: dict[str, tuple[Any, ...]] = {}
     for region in contract.regions:
         if not region.persistent:
             continue
         policy = region.retention
-        added: tuple[int, ...] = ()
+        kept: list[Any] = []
         if not policy.fixed and region.frame_clock is not None:
-            added = tuple(region.added(advance) for advance in contract.advances_of(region.frame_clock))
+            for advance in contract.advances_of(region.frame_clock):
+                extent, extents = region.start, set[int]()
+                while extent not in extents:
+                    extents.add(extent)
+                    kept.append(policy.survivors(extent, region.added(advance)) if region.place not in but else extent)
+                    extent = region.next_extent(extent, contract.stride_of(region.frame_clock))
         axis = None if isinstance(policy, Pinned) else region.frame_axis
-        table[region.place] = (str(region.result), axis, region.start, added, policy)
+        table[region.place] = (str(region.result), axis, region.start, policy.bound, policy.fixed, kept)
     return table
-
-
-__all__ = ["CASES", "Case", "Input", "frames", "same"]
