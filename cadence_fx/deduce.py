@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import product
 
 from cadence_fx.calls import Slot
 from cadence_fx.following import Frames, Lost, Policy, Seen, agree, fitting
@@ -26,6 +27,7 @@ class Deduced:
         added: frames that a call adds; 0 where nothing tells.
         flushed: frames that a call adds which ends a turn; None where nothing tells or there is none.
         confidence, why: of the retention.
+        growth_confidence: of ``added``; ambiguous where so much of the fresh frames is cut that more would do, too.
         axis_confidence: of the axis: of a state that never moves, any would do.
         line: the user's line that makes the next state.
     """
@@ -39,6 +41,7 @@ class Deduced:
     why: str
     axis_confidence: str
     line: str | None
+    growth_confidence: str = OBSERVED
     flushed: int | None = None
 
     @property
@@ -101,12 +104,16 @@ def _growing(walk: Walk, slot: Slot, calls: Sequence[Visit], axis: int, line: st
             Doubt(str(slot.place), f"it grows by {' or '.join(map(str, sorted(steps)))} frames a call", line)
         )
     seen = [Seen(old, new, kept) for (old, new), kept in zip(sizes, frames, strict=True) if kept is not None]
-    for added in sorted(steps) or _candidates(sizes, seen):
-        policies: list[Policy] = fitting(seen, bound, added)
+    plain = [Seen(each.old, each.new, _unnumbered(each.frames)) for each in seen]
+    for added, told_apart in product(sorted(steps) or _candidates(sizes, seen), (True, False)):
+        policies: list[Policy] = fitting(seen if told_apart else plain, bound, added)
         if len(seen) == len(calls) and policies:
             confidence, told = _confidence(policies, proved, why, walk)
+            if not told_apart:
+                confidence, told = _least(confidence, OBSERVED), "which of the fresh frames it keeps cannot be told"
             sure = PROVED if proved else OBSERVED
-            return Deduced(slot, axis, start, added, policies[0], confidence, told, sure, line)
+            grows = sure if steps else _growth_confidence(seen, policies[0], added, sure)
+            return Deduced(slot, axis, start, added, policies[0], confidence, told, sure, line, grows)
     if len(seen) == len(calls) or not steps:
         raise Undeclarable(Doubt(str(slot.place), "no retention policy keeps the frames that it keeps", line))
     (added,) = steps
@@ -122,6 +129,20 @@ def _candidates(sizes: Sequence[tuple[int, int]], seen: Sequence[Seen]) -> list[
     fresh = {sum(not old for old, _ in each.frames) for each in seen}
     known = {index + 1 for each in seen for old, index in each.frames if not old and index is not None}
     return sorted(number for number in fresh | known | {least} if number >= least)
+
+
+def _unnumbered(frames: Frames) -> Frames:
+    """Frames of which nobody knows which of the fresh ones they are."""
+    return tuple((old, index if old else None) for old, index in frames)
+
+
+def _least(*confidences: str) -> str:
+    return min(confidences, key=(AMBIGUOUS, OBSERVED, PROVED).index)
+
+
+def _growth_confidence(seen: Sequence[Seen], policy: Policy, added: int, sure: str) -> str:
+    """Whether a call could add one frame more and keep the same."""
+    return AMBIGUOUS if policy in fitting(seen, policy.bound, added + 1) else sure
 
 
 def _confidence(policies: Sequence[Policy], proved: bool, why: str, walk: Walk) -> tuple[str, str]:
@@ -178,7 +199,9 @@ def _constant(walk: Walk, slot: Slot, calls: Sequence[Visit], line: str | None) 
             policies = fitting(seen, size, added) if added else []
             if policies:
                 confidence, told = _confidence(policies, proved, why, walk)
-                return Deduced(slot, axis, size, added, policies[0], confidence, told, confidence, line)
+                sure = PROVED if proved else OBSERVED
+                grows = _growth_confidence(seen, policies[0], added, sure)
+                return Deduced(slot, axis, size, added, policies[0], confidence, told, sure, line, grows)
     for axis, size in enumerate(shape):
         added = _ring_step([visit.read.get((slot, axis)) for visit in calls])
         if in_place and added:

@@ -259,6 +259,9 @@ def _by_graph(live: Live, first: Arguments, ran: Ran, follower: Follower, found:
         axes = [axis for axis, size in enumerate(ran.before[place].shape) if size == 0]
         if len(axes) == 1 and (filled := _resized(live, first, ran, found.written, place, axes[0], 2)) is not None:
             _claim([place], filled, ran, found)
+        if not found.has(place):
+            why = "begins empty, and no result holds frames of it; a second example call tells which is the next state"
+            found.doubts.append(Doubt(str(place), why))
     others = [place for place in _free(ran, found)[0] if place not in empty]
     _claim(others, follower, ran, found)
     _by_smaller_inputs(live, first, follower, ran, found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cadence_fx import Clock, Contract, KeepLast, Pinned, PromptPlusLast, Region, Ring
+from cadence_fx import Clock, Contract, KeepLast, Pinned, PromptPlusLast, Region, Ring, paths
 
 C = 6
 
@@ -301,13 +301,52 @@ def same(found: Contract, declared: Contract, but: Collection[str] = ()) -> str 
     if left.keys() != right.keys():
         return f"places {sorted(left)} and {sorted(right)}"
     for place, facts in left.items():
-        if facts != right[place]:
+        if left[place] != right[place] and not (
+            None in (left[place][1], right[place][1]) and _stays(left[place], right[place])
+        ):
             return f"{place}: {facts} and {right[place]}"
     mine, theirs = (
         {(each.argument, each.axis, *map(each.size, contract.advances_of(each.clock))) for each in contract.inputs}
         for contract in (found, declared)
     )
     return None if mine == theirs else f"inputs {mine} and {theirs}"
+
+
+def spelled_out(contract: Contract, like: Contract) -> Contract:
+    """A contract with a region for each state that a ``*`` stands for, where another declares one by one."""
+    regions: list[Region] = []
+    for region in contract.regions:
+        pattern = paths.parse(region.accessor)
+        if paths.ANY not in pattern:
+            regions.append(region)
+            continue
+        for other in like.regions:
+            path = paths.parse(other.accessor)
+            if paths.matches(pattern, path) and (region.argument is None) == (other.argument is None):
+                field = "argument" if region.argument is not None else "attribute"
+                change = {"name": other.name, field: getattr(other, field)}
+                if region.result is not None:
+                    steps = [step for step, star in zip(path, pattern, strict=True) if star == paths.ANY]
+                    change["result"] = str(region.result).replace("[*]", "[{}]").format(*steps)
+                regions.append(replace(region, **change))
+    return replace(contract, regions=regions)
+
+
+def _stays(*tables: tuple[Any, ...]) -> bool:
+    """Of two regions that never move, one may be declared as replaced, along any axis: that says less."""
+    return tables[0][0] == tables[1][0] and all(start == bound for _, _, start, bound, *_ in tables)
+
+
+def lesser(found: Contract, declared: Contract) -> list[str]:
+    """Regions that are only found to be replaced, where frames of the old state are kept beside fresh ones."""
+    left, right = _table(found, ()), _table(declared, ())
+    return [
+        place
+        for place, facts in left.items()
+        if facts[1] is None
+        and place in right
+        and any(len({span.source for span in spans}) == 2 for spans in right[place][5])
+    ]
 
 
 def _table(contract: Contract, but: Collection[str]) -> dict[str, tuple[Any, ...]]:

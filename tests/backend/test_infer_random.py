@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from cadence_fx import Clock, Contract, KeepLast, Pinned, PromptPlusLast, Region, Ring, infer
-from tests.unprepared import same
+from cadence_fx import Clock, Contract, Inferred, KeepLast, Pinned, PromptPlusLast, Region, Ring, infer
+from tests.unprepared import lesser, same, spelled_out
 
 C = 4
 PLACES = ("argument", "list", "dict", "rebound", "buffer")
@@ -36,7 +36,7 @@ class Kind:
 
     @property
     def bound(self) -> int:
-        return max(self.start + self.room, 1)
+        return max(self.start + self.room, 2 if self.policy in ("ring", "prompt", "prompt_prepend") else 1)
 
     @property
     def fixed(self) -> bool:
@@ -107,7 +107,7 @@ class Module(nn.Module):
             return raw.narrow(1, 0 if prepends else raw.size(1) - kept, kept).contiguous()
         if raw.size(1) <= bound:
             return raw
-        prompt = min(kind.prompt, bound)
+        prompt = min(kind.prompt, bound - 1)
         return torch.cat([raw[:, :prompt], raw[:, raw.size(1) - (bound - prompt) :]], 1)
 
 
@@ -173,7 +173,7 @@ def build(kinds: tuple[Kind, ...], stride: int) -> tuple[Plain, tuple[Any, ...],
             "recurrent": Pinned(1),
         }.get(kind.policy)
         if policy is None:
-            prompt = min(kind.prompt, kind.bound)
+            prompt = min(kind.prompt, kind.bound - 1)
             policy = PromptPlusLast(prompt, kind.bound - prompt, "prepend" if "prepend" in kind.policy else "append")
         regions.append(
             Region(f"s{i}", axis=axis, clock="frame", start=kind.extent, growth=kind.rate, retention=policy, **where)
@@ -218,30 +218,34 @@ def follow(module: Plain, call: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def test_random_modules() -> None:
-    outcomes: list[bool] = []
+    """Two calls suffice for nearly all; from one call less may be found, and nothing else."""
+    recovered: list[bool] = []
 
     @settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(MODULES, st.sampled_from([2, 4]), st.booleans())
     def play(kinds: list[Kind], stride: int, twice: bool) -> None:
         module, call, contract = build(tuple(kinds), stride)
-        calls = (call, follow(module, call)) if twice else (call,)
-        found = infer(module, *calls)
-        outcomes.append(found.contract is not None)
-        if found.contract is None:
-            return
-        unsure = {
-            r.place for r in found.contract.regions if found.facts_of(r.name)["retention"].confidence == "ambiguous"
-        }
-        left_out = {str(doubt).split(":")[0] for doubt in found.ambiguous}
-        missing = [
-            r
-            for r in contract.regions
-            if r.place in left_out and r.place not in {f.place for f in found.contract.regions}
-        ]
-        if missing:
-            outcomes[-1] = False
-            contract = Contract(contract.clocks, [r for r in contract.regions if r not in missing], max_classes=4096)
-        assert same(found.contract, contract, unsure) is None, (kinds, stride, twice, str(found))
+        found = infer(module, *((call, follow(module, call)) if twice else (call,)))
+        whole = found.contract is not None
+        if found.contract is not None:
+            starred = [r.name for r in found.contract.regions if is_unsure(found, r.name)]
+            mine = spelled_out(found.contract, contract)
+            places = {region.place for region in mine.regions}
+            unsure = places if starred else []
+            doubted = {doubt.partition(":")[0] for doubt in found.ambiguous}
+            left_out = {r.place for r in contract.regions} - places
+            assert left_out <= doubted, (kinds, stride, twice)
+            rest = [region for region in contract.regions if region.place in places]
+            declared = Contract(contract.clocks, rest, max_classes=4096)
+            assert same(mine, declared, unsure) is None, (kinds, stride, twice)
+            whole = not left_out and not lesser(mine, contract)
+        if twice:
+            recovered.append(whole)
 
     play()
-    assert sum(outcomes) >= 0.95 * len(outcomes), f"{sum(outcomes)} of {len(outcomes)}"
+    assert sum(recovered) >= 0.95 * len(recovered) > 0, f"{sum(recovered)} of {len(recovered)}"
+
+
+def is_unsure(found: Inferred, region: str) -> bool:
+    facts = found.facts_of(region)
+    return any(facts[field].confidence == "ambiguous" for field in ("retention", "growth") if field in facts)
