@@ -50,9 +50,6 @@ class Deduced:
         return self.axis, self.start, self.added, self.flushed, self.retention, self.slot.place.root
 
 
-_UNKNOWN = Lost("not traced", None)
-
-
 class Undeclarable(Exception):
     """No contract can say what a state does; the stream has no catalog."""
 
@@ -206,7 +203,8 @@ def _constant(walk: Walk, slot: Slot, calls: Sequence[Visit], line: str | None) 
         added = _ring_step([visit.read.get((slot, axis)) for visit in calls])
         if in_place and added:
             why = f"each call overwrites the {added} oldest of {size} frames, in turn"
-            if not any(isinstance(visit.graph.get((slot, axis), _UNKNOWN), Lost) for visit in calls):
+            traced = [visit.graph[slot, axis] for visit in calls if (slot, axis) in visit.graph]
+            if traced and not any(isinstance(graph, Lost) for graph in traced):
                 why += "; Python counts its position, so that each one is a graph of its own"
             return Deduced(slot, axis, size, added, Ring(size), OBSERVED, why, OBSERVED, line)
     axis = next((axis for axis, size in enumerate(shape) if size), 0)

@@ -111,7 +111,7 @@ class WholeNumber(nn.Module):
     def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
         self.count.add_(1)  # type: ignore[operator]
         seen = torch.cat([cache, x.tanh()], 1)
-        return attend(x, seen) * self.count, seen[:, -6:]
+        return attend(x, seen) * self.count, seen[:, -6:]  # type: ignore[operator]
 
 
 class Appended(nn.Module):

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from cadence_fx import infer
+import cadence_fx
+from cadence_fx import Contract, ContractError, ExampleFailed, KeepLast, Ring, infer
+from tests import hazards_of_inference as hazards
+from tests.harness import assert_same
 from tests.streams import BY_NAME, STREAMS, Run, Stream
-from tests.unprepared import CASES, Case, same
+from tests.unprepared import CASES, C, Case, frames, lesser, same
 
-NO_FLUSH = [stream for stream in STREAMS if not stream.flushes]
+TOYS = [stream for stream in STREAMS if not stream.flushes]
+# One of each way in which a single call shows the state, or does not.
+FROM_ONE_CALL = ["PrependLast", "ConvContext", "ZeroStart", "SolverWorkspace", "NestedDict", "RingByIndex"]
 
 
 def example_calls(stream: Stream, *advances: dict[str, int]) -> tuple[Any, list[tuple[Any, ...]]]:
@@ -30,23 +39,27 @@ def example_calls(stream: Stream, *advances: dict[str, int]) -> tuple[Any, list[
     return untouched, calls
 
 
-@pytest.mark.parametrize("stream", NO_FLUSH, ids=lambda stream: stream.name)
-def test_toys_from_two_calls(stream: Stream) -> None:
+@pytest.mark.parametrize("stream", TOYS, ids=lambda stream: stream.name)
+def test_toys(stream: Stream) -> None:
     module, calls = example_calls(stream, stream.calls[0], stream.calls[0])
     found = infer(module, *calls)
     assert found.contract is not None, found
-    assert same(found.contract, stream.contract) is None
+    assert same(found.contract, stream.contract) is None and not lesser(found.contract, stream.contract)
 
 
-@pytest.mark.parametrize("stream", NO_FLUSH, ids=lambda stream: stream.name)
-def test_toys_from_one_call(stream: Stream) -> None:
+@pytest.mark.parametrize("name", FROM_ONE_CALL)
+def test_toys_from_one_call(name: str) -> None:
+    stream = BY_NAME[name]
     module, calls = example_calls(stream, stream.calls[0])
     found = infer(module, *calls)
-    if stream.name == "GrowThenPinned":  # one call cannot tell it from a result that only begins with an argument
-        assert found.contract is None and "second example call" in found.problems[0]
-        return
     assert found.contract is not None, found
-    assert same(found.contract, stream.contract) is None
+    assert same(found.contract, stream.contract) is None and not lesser(found.contract, stream.contract)
+
+
+def shown(contract: Contract, flush: dict[str, int]) -> Contract:
+    """The contract of what one call that ends a turn shows: one flush length, of one clock."""
+    clocks = [replace(c, flush=[flush[c.name]]) if c.flush else c for c in contract.clocks]
+    return replace(contract, clocks=clocks)
 
 
 @pytest.mark.parametrize("name", ["TwoClocks", "Duplex", "PartialFlush"])
@@ -55,10 +68,9 @@ def test_a_second_call_of_other_sizes_ends_a_turn(name: str) -> None:
     module, calls = example_calls(stream, stream.calls[0], stream.flushes[0])
     found = infer(module, *calls)
     assert found.contract is not None, found
-    flushed = {dict(advance).popitem()[1] for advance in [tuple(stream.flushes[0].items())]}
-    assert flushed  # one length was shown, so one is declared
-    assert sum(len(clock.flush) for clock in found.contract.clocks) == 1
-    assert [entry.argument for entry in found.contract.inputs] == [entry.argument for entry in stream.contract.inputs]
+    assert same(found.contract, shown(stream.contract, stream.flushes[0])) is None
+    (flush,) = (fact for fact in found.facts if fact.field == "flush")
+    assert flush.confidence == "observed" and "other lengths" in flush.why
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -71,4 +83,167 @@ def test_models_that_nobody_prepared(case: Case) -> None:
         second = case.follow(copy.deepcopy(module)(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
     found = infer(module, first, second)
     assert found.contract is not None, found
-    assert same(found.contract, case.contract) is None
+    assert same(found.contract, case.contract) is None and not lesser(found.contract, case.contract)
+
+
+# -- what cannot be declared -------------------------------------------------------------------------------------------
+
+
+def two_calls(module: nn.Module, start: int = 2) -> list[tuple[Any, ...]]:
+    first = frames(2), frames(start)
+    with torch.no_grad():
+        result = copy.deepcopy(module)(*copy.deepcopy(first))
+    return [first, (frames(2), *result[1:])]
+
+
+@pytest.mark.parametrize(
+    "kind, told",
+    [
+        (hazards.GrowsForever, "cache: unbounded: it grows by 2 frames a call along axis 1"),
+        (hazards.LimitedPositions, "must match the size of tensor b (300)"),
+        (hazards.DataDependent, "cache: its extent depends on the data"),
+        (hazards.Sawtooth, "cache: its extent grows and falls again"),
+        (hazards.EveryThird, "cache: its extent grows and falls again"),
+    ],
+)
+def test_states_that_no_contract_can_declare(kind: type[nn.Module], told: str) -> None:
+    torch.manual_seed(0)
+    module = kind()
+    found = infer(module, *two_calls(module))
+    assert found.contract is None and len(found.problems) == 1 and told in found.problems[0]
+    line = found.problems[0] + "".join(found.ambiguous)
+    assert "hazards_of_inference.py:" in line  # the user's line
+    with pytest.raises(ContractError, match="cache"):
+        found.toml()
+
+
+@pytest.mark.parametrize(
+    "module, call, doubts",
+    [
+        (hazards.Symmetric(), (frames(2), frames(2)), ["a: what is returned at 1 holds frames of it as of b", "b: "]),
+        (hazards.Computed(), (frames(2), frames(1)), ["x: ", "hidden: what is returned at 1 has its shape"]),
+        (hazards.Lazy(), (frames(2),), ["self.cache: is made by the first call"]),
+        (hazards.Appended(), (frames(2), {"cache": frames(2)}), ["state['cache']: is replaced in the caller's own"]),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_what_one_call_does_not_tell(module: nn.Module, call: tuple[Any, ...], doubts: Sequence[str]) -> None:
+    found = infer(module, call)
+    assert found.contract is None and found.problems == ("no state was found",)
+    assert len(found.ambiguous) == len(doubts)
+    assert all(text.startswith(start) for text, start in zip(found.ambiguous, doubts, strict=True))
+
+
+def test_a_result_that_would_freeze_is_no_state_for_sure() -> None:
+    stream = BY_NAME["GrowThenPinned"]
+    module, calls = example_calls(stream, stream.calls[0])
+    found = infer(module, *calls)
+    assert found.contract is None and "second example call" in found.problems[0]
+
+
+def test_a_bound_that_is_far_away() -> None:
+    module = hazards.LateCut()
+    found = infer(module, *two_calls(module))
+    assert found.contract is not None and found.contract.region("cache").retention == KeepLast(2500)
+    assert found.facts_of("cache")["retention"].confidence == "observed"  # not every class between was traced
+    assert "1,250 classes" in found.checked
+
+
+def test_a_call_that_cannot_be_traced_is_watched() -> None:
+    module = hazards.HostRead()
+    found = infer(module, *two_calls(module))
+    assert found.contract is not None and found.contract.region("cache").retention == KeepLast(6)
+    assert {fact.confidence for fact in found.facts} == {"observed"}
+    (doubt,) = (text for text in found.ambiguous if text.startswith("the call"))
+    assert "cannot be traced" in doubt and "hazards_of_inference.py:" in doubt
+
+
+def test_a_ring_whose_position_python_counts() -> None:
+    found = infer(hazards.PythonPosition(), (frames(2),))
+    assert found.contract is not None and found.contract.region("ring").retention == Ring(6)
+    assert "Python counts its position" in found.facts_of("ring")["retention"].why
+
+
+def test_what_is_left_out_is_said() -> None:
+    for module, place in ((hazards.WholeNumber(), "self.count"), (hazards.Sharing(), "self.work")):
+        found = infer(module, *two_calls(module))
+        assert found.contract is not None and [region.name for region in found.contract.regions] == ["cache"]
+        assert any(text.startswith(place) for text in found.ambiguous)
+
+
+# -- what is returned, and what is left alone --------------------------------------------------------------------------
+
+
+def test_a_contract_ready_to_paste_and_to_save(tmp_path: Path) -> None:
+    stream = BY_NAME["NestedDict"]
+    module, calls = example_calls(stream, stream.calls[0], stream.calls[0])
+    found = infer(module, *calls)
+    space: dict[str, Any] = {"cadence": cadence_fx}
+    exec(str(found), space)  # comments and all
+    assert space["contract"] == found.contract
+    found.save(tmp_path / "found.toml")
+    assert Contract.load(tmp_path / "found.toml") == found.contract
+    assert "# proved (tests/toys.py:" in str(found) and found.to_json()
+    assert found.as_dict()["facts"][0].keys() == {"part", "field", "value", "confidence", "why", "where"}
+
+
+@pytest.mark.parametrize("name", ["NestedDict", "RingByIndex"])
+def test_the_backend_serves_what_was_inferred(name: str) -> None:
+    stream = BY_NAME[name]
+    module, calls = example_calls(stream, stream.calls[0], stream.calls[0])
+    contract = infer(module, *calls).contract
+    torch._dynamo.reset()
+    with torch.no_grad():
+        step = torch.compile(module, backend=cadence_fx.cadence, options={"contract": contract})
+        cadence_fx.warm_up(step, *calls[0])
+        run, twin = Run(stream, module, step), Run(stream, copy.deepcopy(module))
+        for each in (run, twin):
+            each.restart(0)
+        for number in range(6):
+            inputs = run.inputs(number, stream.calls[0])
+            assert_same(run.call(*inputs), twin.call(*inputs), f"call {number}")
+    assert cadence_fx.report(step)["replays"] == 6 and not cadence_fx.report(step)["misses"]
+
+
+def test_nothing_of_the_users_is_touched() -> None:
+    stream = BY_NAME["RingByIndex"]
+    module, calls = example_calls(stream, stream.calls[0])
+    before, given = copy.deepcopy(module.state_dict()), copy.deepcopy(calls)
+    infer(module, *calls)
+    for name, value in module.state_dict().items():
+        assert_same(value, before[name], name)
+    for mine, theirs in zip(calls[0], given[0], strict=True):
+        assert_same(mine, theirs, "an argument")
+
+
+@pytest.mark.parametrize(
+    "calls, told",
+    [
+        ((), "one or two example calls"),
+        (((frames(2),),) * 3, "one or two example calls"),
+        ((frames(2),), "is a tuple of arguments"),
+        (((frames(2), 1, 2),), "does not fit the signature"),
+    ],
+)
+def test_mistakes_of_the_user(calls: Any, told: str) -> None:
+    with pytest.raises((ContractError, ExampleFailed), match=told):
+        infer(nn.Identity(), *calls)
+
+
+def test_a_call_that_raises() -> None:
+    with pytest.raises(ExampleFailed) as caught:
+        infer(hazards.Broken(), (frames(2),))
+    assert caught.value.location is not None and "hazards_of_inference.py:" in caught.value.location
+    tracked = nn.Linear(C, C)
+    tracked.kept = tracked(frames(2))  # type: ignore[assignment]
+    with pytest.raises(ExampleFailed, match="cannot be copied"):
+        infer(tracked, (frames(2),))
+
+
+def test_functions_have_states_in_arguments_only() -> None:
+    def step(x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        seen = torch.cat([cache, x.tanh()], 1)
+        return seen.mean(1), seen[:, -5:]
+
+    found = infer(step, (frames(2), frames(1)))
+    assert found.contract is not None and found.contract.region("cache").retention == KeepLast(5)
