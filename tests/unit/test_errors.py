@@ -32,6 +32,11 @@ EXAMPLES: list[tuple[CadenceError, str, list[str]]] = [
     (errors.WrongModule("vocoder", "a Decoder", "a Linear"), "wrong_module", ["'vocoder'", "a Decoder", "a Linear"]),
     (errors.ContractFileError("a.toml", "no", field="strid"), "bad_contract_file", ["a.toml", "'strid'", "no"]),
     (
+        errors.ExampleFailed("the call raised ValueError: no", "model.py:7"),
+        "example_failed",
+        ["ValueError: no", "model.py:7"],
+    ),
+    (
         errors.CatalogTooWide(2001, 64, "ceil(2,000 / 1) + 1 = 2,001"),
         "catalog_too_wide",
         ["2,001 classes", "64", "ceil(2,000 / 1) + 1", "max_classes"],
