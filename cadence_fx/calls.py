@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 from cadence_fx import paths
-from cadence_fx._torch import tree_map_only
+from cadence_fx._torch import storage_identity, tree_map_only
 from cadence_fx._torch_calls import TracedCall, raised_at, trace_call
+from cadence_fx.bytesops import bytes_equal
 from cadence_fx.errors import ExampleFailed
-from cadence_fx.leaves import kept_tensors, tensor_paths
+from cadence_fx.leaves import kept_numbers, kept_tensors, tensor_paths
 from cadence_fx.paths import Path
+from cadence_fx.signature import is_plain
 
 Arguments = dict[str, Any]
 
@@ -36,11 +38,13 @@ class Place:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
     """A state: where it comes in, and where among the results the next one is; None where the call leaves it in its
-    place, written or bound anew. ``proved``: whether the graph says so, or only calls that were watched."""
+    place, written or bound anew. ``proved``: the graph shows frames of it there, and others. ``given``: a second call
+    was given what the first left there."""
 
     place: Place
     result: Path | None
     proved: bool
+    given: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,12 +55,16 @@ class Ran:
         results: the tensors it returned.
         before, after: copies of the tensors under the arguments and of those that the module keeps.
         changed: the places that were written, or hold another tensor than before.
+        shared: results that lie in the memory of a tensor that the module keeps and has written.
+        numbers: the plain numbers that the module keeps, after the call.
     """
 
     results: dict[Path, torch.Tensor]
     before: dict[Place, torch.Tensor]
     after: dict[Place, torch.Tensor]
     changed: frozenset[Place]
+    shared: dict[Path, Place]
+    numbers: dict[Path, int | float]
 
 
 class Live:
@@ -67,7 +75,6 @@ class Live:
     """
 
     def __init__(self, module: Callable[..., Any]) -> None:
-        self.original = module
         self.signature = inspect.signature(module.forward if isinstance(module, nn.Module) else module)
         self.module = _copied(module)
 
@@ -123,13 +130,24 @@ class Live:
         changed = {
             place
             for place, tensor in now.items()
-            if tensor is not held.get(place) or _version(tensor) != versions.get(place)
+            if tensor is not held.get(place)
+            or _version(tensor) != versions.get(place)
+            or tensor.is_inference()
+            and not bytes_equal(tensor, before[place])  # nobody counts writes there
+        }
+        results = {path: paths.get(result, path) for path in tensor_paths(result)}
+        homes = {
+            _memory(tensor): place
+            for place, tensor in now.items()
+            if place.root == "attribute" and place in changed and tensor is held.get(place)
         }
         return Ran(
-            {path: paths.get(result, path) for path in tensor_paths(result)},
+            results,
             before,
             {place: tensor.detach().clone() for place, tensor in now.items()},
             frozenset(changed),
+            {path: homes[_memory(tensor)] for path, tensor in results.items() if _memory(tensor) in homes},
+            kept_numbers(self.module) if isinstance(self.module, nn.Module) else {},
         )
 
     def trace(
@@ -193,6 +211,10 @@ def drawn(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         return like.clone()
     made = torch.randn(like.shape, generator=generator, dtype=torch.float64 if like.dtype == torch.float64 else None)
     return made.to(like.device, like.dtype)
+
+
+def _memory(tensor: torch.Tensor) -> object:
+    return storage_identity(tensor) if is_plain(tensor) else tensor
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -8,15 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cadence_fx import paths
+from cadence_fx._torch import original_of
 from cadence_fx.assemble import Assembled, assemble
-from cadence_fx.calls import Arguments, Live, Place
+from cadence_fx.calls import Arguments, Live, Place, Slot
 from cadence_fx.confirm import confirm
 from cadence_fx.contract import Contract
 from cadence_fx.deduce import AMBIGUOUS, OBSERVED, PROVED, Deduced, Undeclarable, deduce, flushed
 from cadence_fx.errors import ContractError
 from cadence_fx.growth import Growth, growths
-from cadence_fx.leaves import tensor_paths
+from cadence_fx.leaves import accessor, tensor_paths
 from cadence_fx.pairs import Doubt, find_pairs
 from cadence_fx.retention import KeepLast, Pinned, PromptPlusLast, Ring
 from cadence_fx.serialize import dumps, to_dict
@@ -148,10 +151,11 @@ def infer(module: Callable[..., Any], *calls: Example) -> Inferred:
     """
     if not 1 <= len(calls) <= 2:
         raise ContractError(f"expected one or two example calls, found {len(calls)}", field="calls")
-    live = Live(module)
+    live = Live(original_of(module))
     first, *others = (live.bind(*_split(call)) for call in calls)
     second = others[0] if others else None
-    return _Inference(live, first, second).run()
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        return _Inference(live, first, second).run()
 
 
 def _split(call: Example) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -191,7 +195,8 @@ class _Inference:
             try:
                 states.append(deduce(walk, slot))
             except Undeclarable as error:
-                problems.append(str(error))
+                known = slot.given or slot.result is None
+                problems.append(f"{'' if known else f'if {_result(slot)} is its next state, '}{error}")
         problems += [self._frozen(state) for state in states if self.second is None and _is_frozen(state)]
         if not pairs.slots:
             problems.append("no state was found")
@@ -280,6 +285,10 @@ class _Inference:
         )
 
 
+def _result(slot: Slot) -> str:
+    return f"result {accessor(slot.result or ())}"
+
+
 def _is_frozen(state: Deduced) -> bool:
     """Whether what looks like a state of an argument takes no fresh frame any more, and may be no state at all."""
     policy = state.retention
@@ -295,9 +304,12 @@ def _facts(name: str, states: Sequence[Deduced], growth: Growth | None) -> list[
     rank = {AMBIGUOUS: 0, OBSERVED: 1, PROVED: 2}
     state = min(states, key=lambda each: rank[each.confidence])
     slot, policy, line = state.slot, state.retention, state.line
-    paired = PROVED if all(each.slot.proved for each in states) else OBSERVED
-    why = "" if paired == PROVED or slot.result is None else "the second call was given it"
-    where = "the same place" if slot.result is None else f"result {'.'.join(map(str, slot.result)) or '0'}"
+    proved = all(each.slot.proved and (each.slot.given or each.slot.result is None) for each in states)
+    paired = PROVED if proved else OBSERVED
+    why = ""
+    if not proved and slot.result is not None:
+        why = "the second call was given it" if slot.given else "it holds frames of it, and fresh ones"
+    where = "the same place" if slot.result is None else _result(slot)
     facts = [
         Fact(name, "next state", where, paired, why, line),
         Fact(

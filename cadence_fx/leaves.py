@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,36 +30,45 @@ def kept_tensors(module: nn.Module) -> dict[Path, torch.Tensor]:
     user's classes. What can be reached in two ways is named once, under its modules first."""
     found: dict[Path, torch.Tensor] = {}
     seen: set[int] = set()
-
-    def walk(value: Any, path: Path) -> None:
-        if isinstance(value, nn.Parameter) or id(value) in seen:
-            return
-        if isinstance(value, torch.Tensor):
+    for path, value in _kept(module):
+        if isinstance(value, torch.Tensor) and id(value) not in seen:
             seen.add(id(value))
             found[path] = value
-        elif isinstance(value, nn.Module):
-            seen.add(id(value))
-            for name, child in value._modules.items():
-                walk(child, (*path, _step(name)))
-            for name, held in {**value._buffers, **vars(value)}.items():
-                if name not in _PARTS:
-                    walk(held, (*path, _step(name)))
-        elif isinstance(value, Mapping):
-            seen.add(id(value))
-            for key, item in value.items():
-                if isinstance(key, (str, int)):
-                    walk(item, (*path, key))
-        elif isinstance(value, (list, tuple)):
-            seen.add(id(value))
-            for i, item in enumerate(value):
-                walk(item, (*path, i))
-        elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, type) and _is_users(value):
-            seen.add(id(value))
-            for name, item in vars(value).items():
-                walk(item, (*path, _step(name)))
-
-    walk(module, ())
     return found
+
+
+def kept_numbers(module: nn.Module) -> dict[Path, int | float]:
+    """The plain numbers that a module keeps in the same places."""
+    return {path: value for path, value in _kept(module) if type(value) in (int, float)}
+
+
+def _kept(module: nn.Module) -> Iterator[tuple[Path, Any]]:
+    """Whatever is no container, by its path."""
+    seen: set[int] = set()
+    pending: list[tuple[Path, Any]] = [((), module)]
+    while pending:
+        path, value = pending.pop()
+        inside = _contents(value)
+        if inside is None:
+            if not isinstance(value, nn.Parameter):
+                yield path, value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            pending += [((*path, step), item) for step, item in reversed(inside)]
+
+
+def _contents(value: Any) -> list[tuple[Step, Any]] | None:
+    if isinstance(value, nn.Module):
+        own = {**value._buffers, **vars(value)}
+        named = [*value._modules.items(), *((name, held) for name, held in own.items() if name not in _PARTS)]
+        return [(_step(name), held) for name, held in named]
+    if isinstance(value, Mapping):
+        return [(key, item) for key, item in value.items() if isinstance(key, (str, int))]
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value))
+    if isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, (type, torch.Tensor)):
+        return [(_step(name), item) for name, item in vars(value).items()] if _is_users(value) else None
+    return None
 
 
 def _is_users(value: Any) -> bool:

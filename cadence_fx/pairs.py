@@ -82,6 +82,13 @@ def _attributes(live: Live, stream: Live, first: Arguments, second: Arguments | 
         again = stream.watch(copied(follow_up))
     except ExampleFailed:  # arguments that only fit a first call
         again = ran
+    for path, value in again.numbers.items():
+        if again is not ran and ran.numbers.get(path, value) != value:
+            why = "is a number that Python counts: code that reads it does other things in each call"
+            found.doubts.append(Doubt(str(Place("attribute", path)), why))
+    for path, place in ran.shared.items():
+        why = f"lies in the memory of {place}, which the next call writes: clone() what is to stay"
+        found.doubts.append(Doubt(f"result {accessor(path)}", why))
     candidates = []
     for place in ran.after:
         if place.root != "attribute" or place not in ran.changed | again.changed:
@@ -161,7 +168,7 @@ def _in_place(ran: Ran, graph: Graph | None, second: Arguments | None, found: Pa
                 Doubt(str(place), "is replaced in the caller's own container; return the new state instead")
             )
         elif second is not None and (given := _at(second, place)) is not None and bytes_equal(given, ran.after[place]):
-            found.slots.append(Slot(place, None, False))
+            found.slots.append(Slot(place, None, False, given=True))
         elif graph is not None and _holds(Follower(graph), place, graph.after(Slot(place, None, True))):
             found.slots.append(Slot(place, None, True))
         else:
@@ -215,7 +222,7 @@ def _by_second_call(ran: Ran, second: Arguments, found: Pairs) -> None:
             )
     for path, claimants in claims.items():
         if len(claimants) == 1:
-            found.slots.append(Slot(claimants[0], path, False))
+            found.slots.append(Slot(claimants[0], path, False, given=True))
         else:
             both = " and ".join(map(str, claimants))
             found.doubts.extend(

@@ -164,6 +164,23 @@ def test_a_ring_whose_position_python_counts() -> None:
     assert "Python counts its position" in found.facts_of("ring")["retention"].why
 
 
+def test_a_result_in_memory_that_the_next_call_writes() -> None:
+    found = infer(hazards.Sharing(), (frames(2), frames(2)))
+    assert any(text.startswith("result 1: lies in the memory of self.work") for text in found.ambiguous)
+
+
+def test_numbers_that_python_counts() -> None:
+    found = infer(hazards.PythonPosition(), (frames(2),))
+    assert any(text.startswith("self.at: is a number that Python counts") for text in found.ambiguous)
+
+
+def test_one_call_pairs_by_what_a_result_holds_and_says_so() -> None:
+    found = infer(hazards.GrowsForever(), (frames(2), frames(2)))
+    assert found.problems[0].startswith("if result 1 is its next state, cache: unbounded")
+    found = infer(hazards.LateCut(), (frames(2), frames(2)))
+    assert found.facts_of("cache")["next state"].confidence == "observed"
+
+
 def test_what_is_left_out_is_said() -> None:
     for module, place in ((hazards.WholeNumber(), "self.count"), (hazards.Sharing(), "self.work")):
         found = infer(module, *two_calls(module))
@@ -194,7 +211,8 @@ def test_the_backend_serves_what_was_inferred(name: str) -> None:
     contract = infer(module, *calls).contract
     torch._dynamo.reset()
     with torch.no_grad():
-        step = torch.compile(module, backend=cadence_fx.cadence, options={"contract": contract})
+        options: dict[str, Any] = {"contract": contract}
+        step = torch.compile(module, backend=cadence_fx.cadence, options=options)
         cadence_fx.warm_up(step, *calls[0])
         run, twin = Run(stream, module, step), Run(stream, copy.deepcopy(module))
         for each in (run, twin):
@@ -209,7 +227,9 @@ def test_nothing_of_the_users_is_touched() -> None:
     stream = BY_NAME["RingByIndex"]
     module, calls = example_calls(stream, stream.calls[0])
     before, given = copy.deepcopy(module.state_dict()), copy.deepcopy(calls)
+    drawn = torch.get_rng_state()
     infer(module, *calls)
+    assert torch.equal(torch.get_rng_state(), drawn)
     for name, value in module.state_dict().items():
         assert_same(value, before[name], name)
     for mine, theirs in zip(calls[0], given[0], strict=True):

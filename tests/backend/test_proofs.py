@@ -41,7 +41,8 @@ CACHE = Contract((Clock("frames", 3),), (kept("cache", 1, 2, KeepLast(9)),))
 
 def compiled(module: Any, contract: Contract) -> Any:
     torch._dynamo.reset()
-    return torch.compile(module, backend=cadence_fx.cadence, options={"contract": contract})
+    options: dict[str, Any] = {"contract": contract}
+    return torch.compile(module, backend=cadence_fx.cadence, options=options)
 
 
 @pytest.mark.parametrize("name", PROVED)
