@@ -30,7 +30,8 @@ class Proof:
             that is replaced or written by index, the contract declares no more).
         declared, found: what survives, as spans of the old state and the new frames; None where it is not known.
         counterexample: the first frame that is another one than declared.
-        reason, node, operator: why the proof ends, and where in the graph.
+        reason, node, operator: why the proof ends, and where in the graph; of a ring, where the call chooses what it
+            overwrites, which is not declared.
         where: the user's file and line.
     """
 
@@ -93,7 +94,7 @@ def proof_of(graph: fx.Graph, slot: RegionSlot, verdict: Verdict) -> Proof:
         )
     return dataclasses.replace(
         proof,
-        verdict="not provable",
+        verdict="proved" if declared is None else "not provable",  # nothing but the extent is declared of a ring
         reason=verdict.reason,
         node=verdict.node,
         operator=verdict.operator,

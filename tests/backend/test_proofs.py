@@ -104,7 +104,9 @@ def test_a_state_that_is_replaced_is_proved_in_its_extent_only() -> None:
     step = compiled(module, stream.contract)
     with torch.no_grad():
         report = cadence_fx.warm_up(step, torch.randn(B, 3, C))
-    assert [(f["region"], f["shows"], f["held_by"]) for f in report["proof"]] == [
-        ("ring", "extent", "certificate only"),
-        ("position", "extent", "certificate only"),
+    assert [(f["region"], f["proved"], f["shows"], f["held_by"]) for f in report["proof"]] == [
+        ("ring", 1, "extent", "certificate only"),
+        ("position", 1, "extent", "certificate only"),
     ]
+    (ring,) = report["proof"][0]["entries"]
+    assert "index that only the call knows" in ring["reason"] and "toys.py" in ring["where"]
