@@ -30,8 +30,8 @@ from cadence_fx.errors import UnknownArgument as UnknownArgument
 from cadence_fx.errors import UnknownState as UnknownState
 from cadence_fx.errors import UnusedClock as UnusedClock
 from cadence_fx.errors import WrongModule as WrongModule
-from cadence_fx.infer import Inferred as Inferred
 from cadence_fx.infer import infer as infer
+from cadence_fx.inferred import Inferred as Inferred
 from cadence_fx.refresh import refresh as refresh
 from cadence_fx.replay import ExactShapeReplay as ExactShapeReplay
 from cadence_fx.report import Report as Report
