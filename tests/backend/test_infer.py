@@ -21,7 +21,7 @@ from tests.unprepared import CASES, C, Case, frames, lesser, same
 
 TOYS = [stream for stream in STREAMS if not stream.flushes]
 # One of each way in which a single call shows the state, or does not.
-FROM_ONE_CALL = ["PrependLast", "ConvContext", "ZeroStart", "SolverWorkspace", "NestedDict", "RingByIndex"]
+FROM_ONE_CALL = ["ConvContext", "ZeroStart", "SolverWorkspace", "RingByIndex"]
 
 
 def example_calls(stream: Stream, *advances: dict[str, int]) -> tuple[Any, list[tuple[Any, ...]]]:
