@@ -35,8 +35,8 @@ from cadence_fx.errors import WrongModule as WrongModule
 from cadence_fx.explain import Explanation as Explanation
 from cadence_fx.explain import explain as explain
 from cadence_fx.hazard import Hazard as Hazard
-from cadence_fx.infer import Inferred as Inferred
 from cadence_fx.infer import infer as infer
+from cadence_fx.inferred import Inferred as Inferred
 from cadence_fx.plan_report import PlanReport as PlanReport
 from cadence_fx.planner import plan as plan
 from cadence_fx.refresh import refresh as refresh

@@ -8,22 +8,21 @@ Where two arguments could be meant, neither is chosen: that is for a second exam
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import torch
 
 from cadence_fx import paths
 from cadence_fx._torch_calls import NotTraced
+from cadence_fx.attributes import read_later
 from cadence_fx.bytesops import bytes_equal
 from cadence_fx.calls import Arguments, Graph, Live, Place, Ran, Slot, copied, drawn
 from cadence_fx.errors import ExampleFailed
 from cadence_fx.following import Follower, Lost
-from cadence_fx.leaves import accessor
+from cadence_fx.leaves import accessor, tensor_paths
 from cadence_fx.passes.graphs import tensor_val
 from cadence_fx.paths import Path
 
-_LOOKS = 3  # calls in which an attribute's content is tried for whether it matters
 _PROBES = 6  # calls with a smaller input that are traced
 
 
@@ -41,11 +40,13 @@ class Doubt:
 
 @dataclasses.dataclass(slots=True)
 class Pairs:
-    """The states that were found, and what is in doubt. ``written``: attributes that calls change, states or not."""
+    """The states that were found, and what is in doubt. ``written``: attributes that calls change, states or not.
+    ``not_fed``: arguments to which the second call did not give what the first returned."""
 
     slots: list[Slot]
     doubts: list[Doubt]
     written: list[Place] = dataclasses.field(default_factory=list)
+    not_fed: set[Place] = dataclasses.field(default_factory=set)
     not_traced: NotTraced | None = None
 
     def has(self, place: Place) -> bool:
@@ -67,6 +68,10 @@ def find_pairs(live: Live, first: Arguments, second: Arguments | None) -> Pairs:
     _in_place(ran, graph, second, found)
     if second is not None:
         _by_second_call(ran, second, found)
+    for path in tensor_paths(second if second is not None else {}):
+        if Place("argument", path) not in ran.before:
+            why = "is no tensor in the first example call: begin with a call that is given one"
+            found.doubts.append(Doubt(str(Place("argument", path)), why))
     if graph is not None:
         follower = Follower(graph)
         _by_graph(live, first, ran, follower, found)
@@ -103,59 +108,13 @@ def _attributes(live: Live, stream: Live, first: Arguments, second: Arguments | 
             found.doubts.append(Doubt(str(place), "changes in a call and has no axis; a state needs one of size 1"))
         else:
             candidates.append(place)
-    read = _read_later(live, candidates, first, follow_up)
+    read = read_later(live, candidates, first, follow_up)
     for place in candidates:
         if place in read:
             found.slots.append(Slot(place, None, True))
         else:
             why = "is written by each call and read by none that was made: scratch, if that is always so"
             found.doubts.append(Doubt(str(place), why))
-
-
-def _read_later(live: Live, places: Sequence[Place], first: Arguments, follow_up: Arguments) -> set[Place]:
-    """The attributes whose content makes a difference elsewhere, in any of several calls."""
-    draw = torch.Generator().manual_seed(1)
-    stream, read = live.twin(), set[Place]()
-    for number in range(_LOOKS):
-        arguments = first if number == 0 else follow_up
-        here = stream.twin()
-        try:
-            expected = _seeded(here, arguments)
-        except ExampleFailed:
-            return set(places)
-        for place in places:
-            if place in read:
-                continue
-            other = stream.twin()
-            held = other.get(place)
-            with torch.no_grad():
-                held.copy_(_another(held, draw))
-            try:
-                actual = _seeded(other, arguments)
-            except ExampleFailed:  # an index that is out of range now
-                read.add(place)
-                continue
-            others = [{p: t for p, t in made.after.items() if p != place} for made in (expected, actual)]
-            if not _same(expected.results, actual.results) or not _same(*others):
-                read.add(place)
-        stream = here
-    return read
-
-
-def _seeded(live: Live, arguments: Arguments) -> Ran:
-    torch.manual_seed(0)
-    return live.watch(copied(arguments))
-
-
-def _another(held: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    """Other content for a tensor: random numbers, or for what is no float the one of 0 and 1 that it is not."""
-    if held.dtype.is_floating_point or held.dtype.is_complex:
-        return drawn(held, draw)
-    return torch.zeros_like(held) if bool(held.any()) else torch.ones_like(held)
-
-
-def _same(left: Mapping[Any, torch.Tensor], right: Mapping[Any, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(bytes_equal(left[key], right[key]) for key in left)
 
 
 def _in_place(ran: Ran, graph: Graph | None, second: Arguments | None, found: Pairs) -> None:
@@ -211,6 +170,8 @@ def _by_second_call(ran: Ran, second: Arguments, found: Pairs) -> None:
         if given is None or given.numel() == 0 or bytes_equal(given, ran.before[place]):
             continue
         matching = [path for path in results if bytes_equal(ran.results[path], given)]
+        if not any(ran.results[path].shape == given.shape for path in results):
+            found.not_fed.add(place)
         if len(matching) == 1:
             claims.setdefault(matching[0], []).append(place)
         elif matching:
@@ -302,7 +263,11 @@ def _claim(
     }
     for place, paths_ in held.items():
         rivals = [other for other in places if set(held[other]) & set(paths_)]
-        if len(paths_) == 1 and rivals == [place]:
+        if paths_ and place in found.not_fed:
+            where = " and ".join(map(accessor, paths_))
+            why = f"what is returned at {where} holds frames of it, but the second call was given something else"
+            found.doubts.append(Doubt(str(place), why, follower.line(outputs[paths_[0]])))
+        elif len(paths_) == 1 and rivals == [place]:
             found.slots.append(Slot(place, paths_[0], True))
         elif paths_:
             where = " and ".join(map(accessor, paths_))

@@ -145,6 +145,27 @@ class EveryThird(nn.Module):
         return attend(x, seen), seen[:, ::2] if seen.size(1) > 8 else seen
 
 
+class Conditioned(nn.Module):
+    """No state: what is returned begins with an argument that the caller makes anew."""
+
+    def forward(self, x: Tensor, prompt: Tensor) -> Tensor:
+        return torch.cat([prompt, x.tanh()], 1)[:, -6:]
+
+
+class NothingAtFirst(nn.Module):
+    def forward(self, x: Tensor, cache: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        seen = x.tanh() if cache is None else torch.cat([cache, x.tanh()], 1)
+        return attend(x, seen), seen[:, -6:]
+
+
+class Reversed(nn.Module):
+    """The fresh frames go in backwards, which no policy speaks of."""
+
+    def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        seen = torch.cat([cache, x.flip(1)], 1)
+        return attend(x, seen), seen[:, -6:]
+
+
 class Broken(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x @ torch.zeros(C + 1, C)

@@ -21,7 +21,7 @@ from tests.unprepared import CASES, C, Case, frames, lesser, same
 
 TOYS = [stream for stream in STREAMS if not stream.flushes]
 # One of each way in which a single call shows the state, or does not.
-FROM_ONE_CALL = ["PrependLast", "ConvContext", "ZeroStart", "SolverWorkspace", "NestedDict", "RingByIndex"]
+FROM_ONE_CALL = ["ConvContext", "ZeroStart", "SolverWorkspace", "RingByIndex"]
 
 
 def example_calls(stream: Stream, *advances: dict[str, int]) -> tuple[Any, list[tuple[Any, ...]]]:
@@ -132,6 +132,28 @@ def test_what_one_call_does_not_tell(module: nn.Module, call: tuple[Any, ...], d
     assert found.contract is None and found.problems == ("no state was found",)
     assert len(found.ambiguous) == len(doubts)
     assert all(text.startswith(start) for text, start in zip(found.ambiguous, doubts, strict=True))
+
+
+def test_a_second_call_that_was_given_something_else() -> None:
+    found = infer(hazards.Conditioned(), (frames(2), frames(3)), (frames(2), frames(3)))
+    assert found.contract is None
+    assert found.ambiguous[0].startswith(
+        "prompt: what is returned at 0 holds frames of it, but the second call was given"
+    )
+
+
+def test_a_state_that_is_none_at_first() -> None:
+    module = hazards.NothingAtFirst()
+    first = (frames(2),)
+    second = (frames(2), module(*first)[1].detach())
+    assert infer(module, first, second).ambiguous[0].startswith("cache: is no tensor in the first example call")
+    found = infer(module, second)
+    assert found.contract is not None and found.contract.region("cache").start == 2
+
+
+def test_fresh_frames_in_another_order_are_not_proved() -> None:
+    found = infer(hazards.Reversed(), *two_calls(hazards.Reversed()))
+    assert found.contract is not None and found.facts_of("cache")["retention"].confidence == "observed"
 
 
 def test_a_result_that_would_freeze_is_no_state_for_sure() -> None:

@@ -221,7 +221,7 @@ def test_random_modules() -> None:
     """Two calls suffice for nearly all; from one call less may be found, and nothing else."""
     recovered: list[bool] = []
 
-    @settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(MODULES, st.sampled_from([2, 4]), st.booleans())
     def play(kinds: list[Kind], stride: int, twice: bool) -> None:
         module, call, contract = build(tuple(kinds), stride)
