@@ -5,6 +5,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 VENV := .venv
+WORKERS := 2
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
@@ -48,8 +49,9 @@ demo: $(STAMP)  ## eager against cadence: a trained model on recorded speech, an
 	$(PY) -m bench.demo_vad
 	$(PY) -m bench.demo_token2wav
 
-test: lint  ## lint, then the whole test suite
-	$(PY) -m pytest
+# Two processes, one thread each: what is tested is mostly Python, and a file's tests share what they compile.
+test: lint  ## lint, then the whole test suite (WORKERS=8 for more cores)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile
 
 lint: $(STAMP)  ## ruff and mypy
 	$(VENV)/bin/ruff check .
