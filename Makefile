@@ -64,6 +64,8 @@ bench: $(STAMP)  ## the benchmarks (ARGS=... are handed on to the first); withou
 	    $(PY) -m bench.vocoder
 	    $(PY) -m bench.warm_up
 	    $(PY) -m bench.host_time
+	    $(PY) -m bench.families
+	    $(PY) -m bench.prediction
 	else
 	    echo "no CUDA device: small layers on the CPU, which checks the code and measures nothing"
 	    $(PY) -m bench.token2wav --small --device cpu --out out/bench $(ARGS)

@@ -35,6 +35,7 @@ MIB = 2**20
 FAMILIES = {
     "moshi": "bench.family_moshi",
     "personaplex": "bench.family_personaplex",
+    "lychee_fd": "bench.family_lychee",
     "freeze_omni": "bench.family_freeze_omni",
 }
 
