@@ -9,6 +9,7 @@ from cadence_fx.adapters.config import Config, chosen
 from cadence_fx.adapters.readers import Options, Reader
 from cadence_fx.adapters.token2wav_geometry import Geometry, Reach
 from cadence_fx.deployment import FRAMES, Deployment, Outside, PlannedCallable
+from cadence_fx.errors import ContractError
 from cadence_fx.footprint import Footprint
 
 # Literals of the vendor's code: solver rows and frames of its workspaces, and the lengths of its tables.
@@ -30,7 +31,7 @@ _PACKAGES = ("stepaudio2", "minicpmo-utils")
 def geometry(config: Config, options: Options) -> Geometry:
     """The clocks of a deployment."""
     package = chosen("package", options["package"], _PACKAGES)
-    return Geometry(
+    found = Geometry(
         prompt=options["prompt"],
         steps=options["steps"],
         rate=config.whole("flow.encoder.up_stride", 2),
@@ -40,6 +41,10 @@ def geometry(config: Config, options: Options) -> Geometry:
         flush=options["flush"],
         two_rates=package == "minicpmo-utils",
     )
+    if found.refusal is not None:  # served all the same, with a conformer that runs eager
+        what = f"plan a prompt of at least the {found.retained} frames that are retained: {found.refusal.detail}"
+        raise ContractError(what, field="prompt")
+    return found
 
 
 def flow(config: Config, numbers: Geometry) -> PlannedCallable:

@@ -82,15 +82,28 @@ def _autograd_kept() -> Iterator[None]:
 
 def _read_autocast() -> tuple[Any, ...]:
     of_devices = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in ("cpu", "cuda")]
-    return (*of_devices, torch.is_autocast_cache_enabled())
+    return (*of_devices, torch.is_autocast_cache_enabled(), _autocast_depth())
 
 
 def _write_autocast(value: tuple[Any, ...]) -> None:
-    *of_devices, cache = value
+    *of_devices, cache, depth = value
     for device_type, enabled, dtype in of_devices:
         torch.set_autocast_enabled(device_type, enabled)
         torch.set_autocast_dtype(device_type, dtype)
     torch.set_autocast_cache_enabled(cache)
+    while _autocast_depth() < depth:
+        torch.autocast_increment_nesting()
+    while _autocast_depth() > depth:
+        # As where a context ends: what has been cast of weights goes with the outermost one.
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
+def _autocast_depth() -> int:
+    """How many autocast contexts are open in this thread."""
+    depth: int = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth
 
 
 # Those that hold for what is under them come first.

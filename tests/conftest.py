@@ -62,6 +62,12 @@ def _fresh_process_state() -> Iterator[None]:
     yield
     _reset_compiler()
     torch.set_grad_enabled(grad)
+    # What autocast has cast of weights lives until the outermost context ends: one that is left open makes eager code
+    # of later tests read weights of before.
+    depth = torch.autocast_increment_nesting() - 1
+    for _ in range(depth + 1):
+        torch.autocast_decrement_nesting()
+    assert depth == 0, f"the test has left {depth} autocast contexts open"
 
 
 def _reset_compiler() -> None:
