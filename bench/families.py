@@ -7,8 +7,9 @@ Each variant is a process of its own (see `bench.family` for what one has to off
 others'. Bytes: `--ticks` ticks of one stream from one seed; the results of every tick, and the state and the random
 generator at its end, are compared with eager's by SHA-256, before anything is timed. Under stock flags eager may not
 repeat itself: it plays the stream twice, and where the two differ, the verdict is that of the pinned protocol, under
-which eager and the backend play it once more in processes of their own (`cadence_fx.deterministic`, and attention
-without cuDNN's kernels, one of which does not repeat for a single query). Times: stock flags, every part of a tick, in
+which eager and the backend play it once more in processes of their own: attention without cuDNN's kernels, one of which
+does not repeat for a single query, and for a family with convolutions that do not repeat `cadence_fx.deterministic`
+(its module says so: `DETERMINISTIC`). Times: stock flags, every part of a tick, in
 a stream that goes on, by a clock that is synchronised before and after; variants in alternation, `--rounds` times.
 """
 
@@ -46,12 +47,14 @@ class Worker:
     def __init__(self, family: str, variant: str, device: str, small: bool, pinned: bool = False) -> None:
         self.device = torch.device(device)
         self._protocol = contextlib.ExitStack()
-        if pinned:  # before CUDA is initialised, as it must be
-            self._protocol.enter_context(cadence_fx.deterministic(warn_only=True))
+        module = importlib.import_module(FAMILIES[family])
+        if pinned:
             torch.backends.cuda.enable_cudnn_sdp(False)
+            if module.DETERMINISTIC:  # before CUDA is initialised, as it must be
+                self._protocol.enter_context(cadence_fx.deterministic(warn_only=True))
         if self.device.type == "cpu":
             torch.set_num_threads(1)
-        self.subject: Subject = importlib.import_module(FAMILIES[family]).subject(variant, self.device, small)
+        self.subject: Subject = module.subject(variant, self.device, small)
 
     def warm(self) -> dict[str, Any]:
         """Warms up and plays some ticks; ends with the peak counter at zero."""

@@ -22,6 +22,7 @@ from bench.vendor.token2wav import PROMPT
 from cadence_fx import adapters
 
 VARIANTS = (EAGER, OURS)
+DETERMINISTIC = True
 TURN = 50
 
 

@@ -26,6 +26,7 @@ from cadence_fx.adapters.moshi_lm import DialogueStream
 
 COMPILED = "vendor-compiled"
 VARIANTS = (EAGER, VENDOR, COMPILED, OURS)
+DETERMINISTIC = True
 TICKS = 64  # recordings are this long, then begin again
 
 

@@ -22,6 +22,7 @@ from cadence_fx.adapters.personaplex import PersonaMimiStream
 from cadence_fx.adapters.personaplex_lm import PersonaDialogueStream
 
 VARIANTS = (EAGER, VENDOR, OURS)
+DETERMINISTIC = False  # under these flags PyTorch's replicate padding on CUDA breaks Dynamo's graph
 
 
 class PersonaPlex(Moshi):

@@ -40,7 +40,7 @@ class Quantizer(nn.Module):
         self.quantizer_modules_globaltokens = nn.ModuleList(Codebook(h.n_codes, each) for _ in range(h.global_code_num))
 
     @staticmethod
-    def _embed(books: nn.ModuleList, codes: Tensor) -> Tensor:
+    def _embed(books: Any, codes: Tensor) -> Tensor:
         parts = [book.look_up(column) for book, column in zip(books, codes.split(1, 2), strict=True)]
         total = torch.tensor(0.0, device=codes.device) + torch.cat(parts, -1)
         return total.transpose(1, 2)
