@@ -126,6 +126,12 @@ class Bound:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._vendor, name)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a bound object is neither copied nor pickled: its captured graphs belong to it. Copy its `vendor` after "
+            "`unbind`, and bind the copy"
+        )
+
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._vendor, name, value)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from cadence_fx._torch import compile_site
 from cadence_fx._torch_aside import Told, is_served, trace_aside
-from cadence_fx.errors import CadenceError, ContractError
+from cadence_fx.errors import CadenceError, ContractError, StaleState
 from cadence_fx.foresee import CAPTURE, EAGER, ERROR, REPLAY, Foreseen, foresee
 from cadence_fx.generators import Generators, all_sources
 from cadence_fx.graph import GraphPlanner
@@ -190,6 +190,13 @@ def _planned(program: Program, planner: GraphPlanner, flat: Sequence[Any]) -> Fo
         if isinstance(plan, Miss):
             return Foreseen(EAGER, plan)
         twin = planner.twin(plan, flat)
+        try:
+            full = (use.carry.blocked(flat[use.index], in_place=use.output is None) for use in plan.regions)
+            problem = next((each for each in full if each is not None), None)
+        except StaleState as error:
+            return Foreseen(ERROR, Miss(error.reason, str(error)))
+    if problem is not None:
+        return Foreseen(EAGER, Miss(*problem), twin)
     return Foreseen(REPLAY, entry=twin) if twin is not None else Foreseen(CAPTURE)
 
 

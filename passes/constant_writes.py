@@ -71,8 +71,9 @@ class ConstantWrites:
     def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
         facts = ctx.facts_of(gm.graph)
         found = _constant(gm, facts, steady_inputs(ctx), _memories(gm.graph, facts))
+        order = dict(facts.order)  # of nodes that are put in, too: they stand where what they replace did
         for memory in found:
-            _separate(gm.graph, facts, memory)
+            _separate(gm.graph, order, memory)
         if found:
             writes = sum(len(memory.writes) for memory in found)
             ctx.notes.append(f"{self.name}: {writes} writes on {len(found)} constants are values of their own")
@@ -139,7 +140,7 @@ def _is_like(node: Any, other: fx.Node) -> bool:
 
 
 def _geometry(val: torch.Tensor) -> tuple[Any, ...]:
-    return val.shape, val.stride(), val.storage_offset(), val.dtype, val.device
+    return val.shape, val.stride(), val.storage_offset(), val.dtype, val.device, val.is_conj(), val.is_neg()
 
 
 def _is_plain_copy(facts: GraphFacts, node: fx.Node, root: fx.Node) -> bool:
@@ -156,11 +157,16 @@ def _twin(node: fx.Node, root: fx.Node) -> Any:
     namespace, name = target._schema.name.split("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
     twin = getattr(packet, target._overloadname, None)
-    if twin is None or twin is target or twin._schema.is_mutable:
+    if twin is None or twin is target or twin._schema.is_mutable or _arguments(twin) != _arguments(target):
         return None
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
     made = twin(*args, **kwargs)
     return twin if _geometry(made) == _geometry(root.meta["val"]) else None
+
+
+def _arguments(target: Any) -> list[tuple[str, str]]:
+    """Names and types: overloads of one name may take their arguments in another order, as `pow` of a number does."""
+    return [(argument.name, str(argument.type)) for argument in target._schema.arguments]
 
 
 def _constant(
@@ -181,19 +187,19 @@ def _constant(
     return list(memories.values())
 
 
-def _separate(graph: fx.Graph, facts: GraphFacts, memory: _Memory) -> None:
+def _separate(graph: fx.Graph, order: dict[fx.Node, int], memory: _Memory) -> None:
     """Give every reader of the memory the value that was there when it read."""
     members = memory.members
     readers = {user for member in members for user in member.users if user not in memory.bases}
-    states = _States(graph, memory)
-    for reader in sorted(readers, key=facts.order.__getitem__):
+    states = _States(graph, order, memory)
+    for reader in sorted(readers, key=order.__getitem__):
         used = [arg for arg in reader.all_input_nodes if arg in members]
         if reader not in memory.writes:
             for member in used:
                 reader.replace_input_with(member, states.view(member, reader))
             continue
         states.write(reader)
-    for node in sorted({*memory.bases, *memory.writes}, key=facts.order.__getitem__, reverse=True):
+    for node in sorted({*memory.bases, *memory.writes}, key=order.__getitem__, reverse=True):
         if not node.users:
             graph.erase_node(node)
 
@@ -201,8 +207,9 @@ def _separate(graph: fx.Graph, facts: GraphFacts, memory: _Memory) -> None:
 class _States:
     """The value that the memory has, while the graph is walked."""
 
-    def __init__(self, graph: fx.Graph, memory: _Memory) -> None:
+    def __init__(self, graph: fx.Graph, order: dict[fx.Node, int], memory: _Memory) -> None:
         self._graph = graph
+        self._order = order
         self._memory = memory
         self._now = memory.root
         self._views: dict[fx.Node, fx.Node] = {}
@@ -219,6 +226,7 @@ class _States:
             with self._graph.inserting_before(before):
                 self._views[member] = node = self._graph.node_copy(member, lambda arg: now if arg is base else arg)
             trace_again(node)
+            self._order[node] = self._order[before]
         return self._views[member]
 
     def write(self, node: fx.Node) -> None:
@@ -232,6 +240,7 @@ class _States:
                 self._now = self._graph.call_function(twin, args, kwargs)
             self._now.meta = dict(node.meta)
             trace_again(self._now)
+            self._order[self._now] = self._order[node]
         self._views = {}
 
     def _read(self, node: fx.Node, before: fx.Node) -> fx.Node:

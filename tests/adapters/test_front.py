@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 import types
@@ -312,3 +314,12 @@ def test_the_front_door_imports_no_vendor_and_no_adapter() -> None:
         "assert not [name for name in sys.modules if name.startswith('cadence_fx.adapters.token2wav')]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_bound_object_is_neither_copied_nor_pickled() -> None:
+    bound = adapters.bind(vendor.build_mimi(MIMI), backend=None)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="Copy its `vendor` after `unbind`"):
+            copied(bound)
+    bound.unbind()
+    assert code(copy.deepcopy(bound.vendor), 1)

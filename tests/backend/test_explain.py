@@ -279,6 +279,12 @@ def test_memory_that_is_not_where_the_class_needs_it(change: Callable[[Subject],
         check(subject.step, (noise(), subject.cache), None)
 
 
+def test_a_view_of_the_state_which_another_graph_meets() -> None:
+    subject = Subject(Decoder())
+    for _ in range(2):  # before Dynamo has that graph, and when it has
+        check(subject.step, (noise(), subject.cache[:, -2:]), "held_state")
+
+
 def test_a_state_written_in_place_that_shares_its_memory() -> None:
     subject = Subject(Shift(), HIST)
     memory = torch.zeros(2, 6, C)

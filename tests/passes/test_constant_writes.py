@@ -128,6 +128,21 @@ def by_what_it_has_itself(x: Tensor) -> tuple[Tensor, ...]:
     return (memory + x,)
 
 
+def by_one_another(x: Tensor) -> tuple[Tensor, ...]:
+    first, second = torch.zeros(4), torch.ones(4)
+    first.add_(1)
+    second.mul_(2)
+    first.mul_(second)
+    second.sub_(first)
+    return first + x, second * x
+
+
+def test_memories_that_are_written_from_each_other() -> None:
+    gm, ctx = separate(by_one_another, X)
+    assert ctx.notes == ["constant_writes: 4 writes on 2 constants are values of their own"]
+    assert "_." not in listing(gm)
+
+
 @pytest.mark.parametrize(
     ("function", "writes"),
     [(by_a_copy, 2), (by_a_weight, 2), (through_a_view_of_the_same_form, 2), (by_what_it_has_itself, 2)],
@@ -200,9 +215,24 @@ def by_an_operator_that_is_not_elementwise(x: Tensor) -> tuple[Tensor, ...]:
     return (memory + x,)
 
 
+def by_a_twin_with_other_arguments(x: Tensor) -> tuple[Tensor, ...]:
+    memory, other = torch.full((4,), 3.0), torch.full((4,), 2.0)
+    memory.pow_(2)
+    other.polygamma_(1)
+    return memory + x, other + x
+
+
+def copied_from_what_is_read_as_its_conjugate(x: Tensor) -> tuple[Tensor, ...]:
+    memory = torch.zeros(4, dtype=torch.complex64)
+    memory.copy_(torch.complex(torch.ones(4), torch.ones(4)).conj())
+    return (memory + x,)
+
+
 @pytest.mark.parametrize(
     "function",
     [
+        by_a_twin_with_other_arguments,
+        copied_from_what_is_read_as_its_conjugate,
         in_part,
         by_the_call,
         by_another_that_the_call_writes,
