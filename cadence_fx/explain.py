@@ -16,7 +16,7 @@ from typing import Any
 from cadence_fx._torch import compile_site
 from cadence_fx._torch_aside import Told, is_served, trace_aside
 from cadence_fx.errors import CadenceError, ContractError, StaleState
-from cadence_fx.foresee import CAPTURE, EAGER, ERROR, REPLAY, Foreseen, foresee
+from cadence_fx.foresee import CAPTURE, EAGER, ERROR, REPLAY, Foreseen, blocked, foresee
 from cadence_fx.generators import Generators, all_sources
 from cadence_fx.graph import GraphPlanner
 from cadence_fx.lookup import program_of
@@ -191,12 +191,11 @@ def _planned(program: Program, planner: GraphPlanner, flat: Sequence[Any]) -> Fo
             return Foreseen(EAGER, plan)
         twin = planner.twin(plan, flat)
         try:
-            full = (use.carry.blocked(flat[use.index], in_place=use.output is None) for use in plan.regions)
-            problem = next((each for each in full if each is not None), None)
+            miss = blocked(plan, flat)
         except StaleState as error:
             return Foreseen(ERROR, Miss(error.reason, str(error)))
-    if problem is not None:
-        return Foreseen(EAGER, Miss(*problem), twin)
+    if miss is not None:
+        return Foreseen(EAGER, miss, twin)
     return Foreseen(REPLAY, entry=twin) if twin is not None else Foreseen(CAPTURE)
 
 

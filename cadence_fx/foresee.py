@@ -14,7 +14,7 @@ import torch
 
 from cadence_fx.capture import ReplayClass, overlap, unstageable
 from cadence_fx.errors import StaleState
-from cadence_fx.plan import NEEDS_GRAD, Miss
+from cadence_fx.plan import NEEDS_GRAD, Miss, Plan
 from cadence_fx.signature import Unkeyable
 from cadence_fx.switch import is_off
 from cadence_fx.table import ReplayTable, elsewhere
@@ -77,14 +77,25 @@ def _unfit(table: ReplayTable, entry: ReplayClass, args: Sequence[Any]) -> Miss 
             return shared
     if torch.is_grad_enabled() and (table.needs_grad(args) or (reached is not None and reached.needs_grad())):
         return NEEDS_GRAD
-    for use in plan.regions:
-        problem = use.carry.blocked(args[use.index], in_place=use.output is None)
-        if problem is not None:
-            return Miss(*problem)
+    if (held := blocked(plan, args)) is not None:
+        return held
     for work in (plan.kept, plan.host):
         changed = work.foresee(args) if work is not None else None
         if changed is not None:
             return changed
+    return None
+
+
+def blocked(plan: Plan, args: Sequence[Any]) -> Miss | None:
+    """Why a state of a call could not be let into its carry.
+
+    Raises:
+        StaleState: it is of contents that a later call has replaced.
+    """
+    for use in plan.regions:
+        problem = use.carry.blocked(args[use.index], in_place=use.output is None)
+        if problem is not None:
+            return Miss(*problem)
     return None
 
 

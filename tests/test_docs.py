@@ -31,7 +31,6 @@ RELAYED = {
     ("graph", "*found"),
     ("verify_capturable", "reason"),
     ("capture", "*full"),
-    ("explain", "*problem"),
     ("foresee", "*problem"),
     ("foresee", "error.reason"),
     ("explain", "error.reason"),
