@@ -19,7 +19,6 @@ import argparse
 import contextlib
 import importlib
 import json
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -29,7 +28,7 @@ import torch
 
 import cadence_fx
 from bench.family import EAGER, OURS, Subject
-from bench.remote import Remote, environment, machine, result_path, verdict
+from bench.remote import Remote, environment, machine, result_path, spread, verdict
 from cadence_fx.bytesops import digest
 
 MIB = 2**20
@@ -177,19 +176,6 @@ def equal_ticks(one: dict[str, Any], other: dict[str, Any]) -> int:
     """How many ticks are equal before the first that is not; one more when the end of the stream is, too."""
     pairs = zip([*one["ticks"], one["end"]], [*other["ticks"], other["end"]], strict=True)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), len(one["ticks"]) + 1)
-
-
-def spread(times: list[float]) -> dict[str, Any]:
-    """Median and quartiles of milliseconds."""
-    ordered = sorted(times)
-    low, median, high = statistics.quantiles(ordered, n=4)
-    return {
-        "median_ms": round(median, 3),
-        "iqr_ms": round(high - low, 3),
-        "min_ms": round(ordered[0], 3),
-        "p95_ms": round(ordered[int(0.95 * (len(ordered) - 1))], 3),
-        "repeats": len(ordered),
-    }
 
 
 def ratios(rows: dict[str, dict[str, Any]]) -> dict[str, float]:

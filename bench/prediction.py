@@ -26,21 +26,18 @@ import torch
 import cadence_fx
 from bench import vendor
 from bench.remote import environment, machine, result_path
-from bench.token2wav import CHECK_CHUNKS, Settings, Worker
+from bench.token2wav import CHECK_CHUNKS, Settings
+from bench.warm_up import Primed
 from cadence_fx._torch import original_of, tree_map_only
 from cadence_fx.parking import awake
 from cadence_fx.unsteady import Calls
 
 
-class Accounted(Worker):
+class Accounted(Primed):
     """A variant that tells what was predicted of its warm-up."""
 
     def compile(self) -> dict[str, Any]:
         """Of each callable: predicted and measured, operators of one eager call, seconds of its warm-up."""
-        stream = self.subject.stream
-        assert stream is not None
-        stream.prime()
-        self._synchronize()
         found: dict[str, Any] = {}
 
         def warm_up(step: Any, *given: Any) -> cadence_fx.Report:
@@ -55,7 +52,7 @@ class Accounted(Worker):
             }
             return report
 
-        stream.warm_up(warm_up, cadence_fx.restore)
+        self.each(warm_up)
         return found
 
 

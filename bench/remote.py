@@ -7,12 +7,13 @@ import fcntl
 import multiprocessing
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,20 @@ def result_path(out: Path, *words: str) -> Path:
     """The file for a result, named after the words that are not empty; its folder is made."""
     out.mkdir(parents=True, exist_ok=True)
     return out / ("_".join(re.sub(r"[^a-z0-9]+", "_", word.lower()) for word in words if word) + ".json")
+
+
+def spread(times: Sequence[float]) -> dict[str, Any]:
+    """Median, quartiles and ends of milliseconds, at least two of them."""
+    ordered = sorted(times)
+    low, _, high = statistics.quantiles(ordered, n=4)
+    return {
+        "median_ms": round(statistics.median(ordered), 3),
+        "p95_ms": round(ordered[int(0.95 * (len(ordered) - 1))], 3),
+        "iqr_ms": round(high - low, 3),
+        "min_ms": round(ordered[0], 3),
+        "max_ms": round(ordered[-1], 3),
+        "repeats": len(ordered),
+    }
 
 
 def verdict(row: dict[str, Any]) -> str:

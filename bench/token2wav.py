@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from bench import vendor
-from bench.remote import Remote, environment, machine, result_path, verdict
+from bench.remote import Remote, environment, machine, result_path, spread, verdict
 from bench.token2wav_variants import VARIANTS, Cadence, Subject, Timed, chunks, variant
 from cadence_fx.bytesops import digest
 
@@ -243,14 +243,8 @@ class Session:
 def _row(result: dict[str, Any]) -> dict[str, Any]:
     if "error" in result:
         return {"error": result["error"]}
-    times = sorted(result["ms"])
-    low, _, high = statistics.quantiles(times, n=4)
-    spread = {"iqr_ms": round(high - low, 3), "min_ms": round(times[0], 3), "max_ms": round(times[-1], 3)}
     return {
-        "median_ms": round(statistics.median(times), 3),
-        "p95_ms": round(times[int(0.95 * (len(times) - 1))], 3),
-        **spread,
-        "repeats": len(times),
+        **spread(result["ms"]),
         **{name: round(result[name], 1) for name in ("peak_mib", "reserved_mib", "warmup_peak_mib", "warmup_s")},
         **{name: result[name] for name in ("bytes_equal", "misses", "host_us", "notes", "kernels") if name in result},
     }

@@ -18,6 +18,7 @@ import json
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,26 @@ from bench.token2wav import CHECK_CHUNKS, Settings, Worker
 from cadence_fx.ledger import PHASES
 
 
-class Warmed(Worker):
-    """A variant that reports on its warm-up."""
+class Primed(Worker):
+    """A variant of the backend whose warm-up is looked at, callable by callable."""
 
-    def compile(self) -> dict[str, Any]:
-        """Seconds in all, and what each callable's report says of them."""
+    def each(self, warm_up: Callable[..., cadence_fx.Report]) -> float:
+        """Primes, and warms up by `warm_up` in the place of `cadence_fx.warm_up`; seconds without the priming."""
         stream = self.subject.stream
         assert stream is not None
         stream.prime()
         self._synchronize()
+        start = time.perf_counter()
+        stream.warm_up(warm_up, cadence_fx.restore)
+        self._synchronize()
+        return time.perf_counter() - start
+
+
+class Warmed(Primed):
+    """A variant that reports on its warm-up."""
+
+    def compile(self) -> dict[str, Any]:
+        """Seconds in all, and what each callable's report says of them."""
         found: dict[str, Any] = {}
 
         def warm_up(step: Any, *given: Any) -> cadence_fx.Report:
@@ -54,10 +66,7 @@ class Warmed(Worker):
             }
             return report
 
-        start = time.perf_counter()
-        stream.warm_up(warm_up, cadence_fx.restore)
-        self._synchronize()
-        return {"seconds": time.perf_counter() - start, "callables": found, **self._peaks()}
+        return {"seconds": self.each(warm_up), "callables": found, **self._peaks()}
 
     def check(self) -> dict[str, Any]:
         """A turn after the seal: hashes of its mel frames and final state, and what it missed."""

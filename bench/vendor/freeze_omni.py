@@ -151,11 +151,6 @@ class Window:
     left: int
     right: int
 
-    @property
-    def is_tail(self) -> bool:
-        """Whether it ends a sentence: its size follows the sentence's length alone."""
-        return self.right == 0
-
     def decode(self, vqvae: Any) -> Tensor:
         """The vendor's call: samples (1, 1, 600 * n), speaker's tokens made on the host."""
         speaker = torch.tensor(vqvae.h.global_tokens, device=self.codes.device)

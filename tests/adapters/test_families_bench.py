@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.families import equal_ticks, ratios, spread, table
+from bench.families import equal_ticks, ratios, table
+from bench.remote import spread
 
 
 def played(ticks: str, end: str) -> dict[str, Any]:

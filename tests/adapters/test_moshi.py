@@ -18,7 +18,7 @@ from bench import vendor
 from cadence_fx.adapters import contract_for
 from cadence_fx.adapters.moshi import DecodeStep, EncodeStep, MimiStream
 from cadence_fx.errors import ContractError
-from tests.adapters.moshi_pair import assert_same_state
+from tests.adapters.moshi_pair import assert_same_state, exchange_two_streams
 from tests.harness import BACKEND, assert_same
 
 pytestmark = pytest.mark.skipif(not vendor.available(vendor.MOSHI), reason="the vendor package moshi is not installed")
@@ -119,22 +119,8 @@ def test_two_streams_are_exchanged_on_one_object_in_inference_mode() -> None:
     with torch.inference_mode(False):  # weights are made before, as they are loaded
         pair = Pair()
     pair.stream.warm_up(cadence_fx.warm_up)
-    streams: list[list[Any]] = [[], []]
-    for _ in range(2):
-        pair.begin()
-        for mimi, kept in zip(pair.both, streams, strict=True):
-            kept.append(mimi.get_streaming_state())
     before = pair.counts()
-    for i in range(50):
-        now = i % 5 % 2
-        for mimi, kept in zip(pair.both, streams, strict=True):
-            mimi.set_streaming_state(kept[now])
-        if i in (20, 33):
-            pair.each("reset_streaming")
-        pair.frame()
-        for mimi, kept in zip(pair.both, streams, strict=True):
-            mimi.set_streaming_state(kept[1 - now])
-        pair.check_state()  # the one that waits is as it was left
+    exchange_two_streams(pair)
     pair.check_counts(before, replays=50)
 
 

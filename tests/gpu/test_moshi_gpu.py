@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import cadence_fx
 from bench import vendor
 from cadence_fx.adapters.moshi import MimiStream
 from cadence_fx.adapters.moshi_lm import DialogueStream
-from tests.adapters.moshi_pair import assert_same_state
+from tests.adapters.moshi_pair import assert_same_state, check_replays
 from tests.harness import assert_same
 
 pytestmark = [
@@ -26,12 +25,6 @@ FRAMES = 200
 @pytest.fixture(autouse=True)
 def _eager_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_CUDA_GRAPH", "1")  # the reference is the vendor's eager code
-
-
-def check_counts(steps: Any, replays: int) -> None:
-    for step in steps:
-        report = cadence_fx.report(step)
-        assert (report["replays"], report["misses"], report["late_captures"]) == (replays, {}, 0), str(report)
 
 
 @torch.no_grad()
@@ -59,7 +52,7 @@ def test_two_hundred_frames_of_the_codec() -> None:
         assert_same(spoken[1], spoken[0], f"samples of frame {frame}")
     assert_same_state(bound, reference, "at the end")
     assert not stream.eager_calls
-    check_counts(stream.steps.values(), FRAMES)
+    check_replays(stream.steps.values(), FRAMES)
 
 
 @torch.no_grad()
@@ -88,4 +81,4 @@ def test_two_hundred_frames_of_a_dialogue() -> None:
     assert_same_state(bound, reference, "at the end")
     assert_same_state(bound.lm_model, reference.lm_model, "at the end")
     assert not stream.eager_calls
-    check_counts(stream.steps.values(), FRAMES)
+    check_replays(stream.steps.values(), FRAMES)

@@ -10,7 +10,7 @@ import torch
 import cadence_fx
 from cadence_fx.adapters.personaplex import PersonaMimiStream
 from cadence_fx.adapters.personaplex_lm import PersonaDialogueStream
-from tests.adapters.moshi_pair import assert_same_state
+from tests.adapters.moshi_pair import assert_same_state, check_replays
 from tests.adapters.persona_forms import FORMS, Form
 from tests.harness import assert_same
 
@@ -22,12 +22,6 @@ FRAMES = 200
 @pytest.fixture(autouse=True)
 def _eager_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_CUDA_GRAPH", "1")  # the reference is the vendor's eager code
-
-
-def check_counts(steps: Any, replays: int) -> None:
-    for step in steps:
-        report = cadence_fx.report(step)
-        assert (report["replays"], report["misses"], report["late_captures"]) == (replays, {}, 0), str(report)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -50,7 +44,7 @@ def test_two_hundred_frames_of_the_codec(form: Form) -> None:
         assert_same(spoken[1], spoken[0], f"samples of frame {frame}")
         assert_same_state(bound, reference, f"after frame {frame}")
     assert not stream.eager_calls
-    check_counts(stream.steps.values(), FRAMES)
+    check_replays(stream.steps.values(), FRAMES)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -85,4 +79,4 @@ def test_two_hundred_frames_of_prompts_and_a_dialogue(form: Form) -> None:
         assert torch.equal(after, ours), f"draws of frame {frame}"
         assert_same_state(bound, reference, f"after frame {frame}")
     assert not stream.eager_calls
-    check_counts(stream.steps.values(), FRAMES)
+    check_replays(stream.steps.values(), FRAMES)
