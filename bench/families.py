@@ -8,17 +8,17 @@ others'. Bytes: `--ticks` ticks of one stream from one seed; the results of ever
 generator at its end, are compared with eager's by SHA-256, before anything is timed. Under stock flags eager may not
 repeat itself: it plays the stream twice, and where the two differ, the verdict is that of the pinned protocol, under
 which eager and the backend play it once more in processes of their own: attention without cuDNN's kernels, one of which
-does not repeat for a single query, and for a family with convolutions that do not repeat `cadence_fx.deterministic`
-(its module says so: `DETERMINISTIC`). Times: stock flags, every part of a tick, in
-a stream that goes on, by a clock that is synchronised before and after; variants in alternation, `--rounds` times.
+does not repeat for a single query, and for a family with convolutions that do not repeat `cadence_fx.deterministic`.
+Times: stock flags, every part of a tick, in a stream that goes on, by a clock that is synchronised before and after;
+variants in alternation, `--rounds` times.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
+import pkgutil
 import sys
 import time
 from pathlib import Path
@@ -27,16 +27,19 @@ from typing import Any
 import torch
 
 import cadence_fx
-from bench.family import EAGER, OURS, Subject
+from bench.family import EAGER, OURS, Family
 from bench.remote import Remote, environment, machine, result_path, spread, verdict
 from cadence_fx.bytesops import digest
 
 MIB = 2**20
 FAMILIES = {
-    "moshi": "bench.family_moshi",
-    "personaplex": "bench.family_personaplex",
-    "lychee_fd": "bench.family_lychee",
-    "freeze_omni": "bench.family_freeze_omni",
+    "minicpm_o": "bench.family_token2wav:PACKED",
+    "minicpm_o_5_steps": "bench.family_token2wav:FIVE_STEPS",
+    "minicpm_o_causal": "bench.family_token2wav:CAUSAL",
+    "lychee_fd": "bench.family_token2wav:LYCHEE",
+    "moshi": "bench.family_moshi:FAMILY",
+    "personaplex": "bench.family_personaplex:FAMILY",
+    "freeze_omni": "bench.family_freeze_omni:FAMILY",
 }
 
 
@@ -46,14 +49,14 @@ class Worker:
     def __init__(self, family: str, variant: str, device: str, small: bool, pinned: bool = False) -> None:
         self.device = torch.device(device)
         self._protocol = contextlib.ExitStack()
-        module = importlib.import_module(FAMILIES[family])
+        known: Family = pkgutil.resolve_name(FAMILIES[family])
         if pinned:
             torch.backends.cuda.enable_cudnn_sdp(False)
-            if module.DETERMINISTIC:  # before CUDA is initialised, as it must be
+            if known.deterministic:  # before CUDA is initialised, as it must be
                 self._protocol.enter_context(cadence_fx.deterministic(warn_only=True))
         if self.device.type == "cpu":
             torch.set_num_threads(1)
-        self.subject: Subject = module.subject(variant, self.device, small)
+        self.subject = known.subject(variant, self.device, small)
 
     def warm(self) -> dict[str, Any]:
         """Warms up and plays some ticks; ends with the peak counter at zero."""
@@ -111,8 +114,8 @@ class Worker:
 
 def run(family: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The rows of one family: one for each variant and part of a tick."""
-    module = importlib.import_module(FAMILIES[family])
-    remotes = {name: Remote(Worker, family, name, options.device, options.small) for name in module.VARIANTS}
+    variants = pkgutil.resolve_name(FAMILIES[family]).variants
+    remotes = {name: Remote(Worker, family, name, options.device, options.small) for name in variants}
     for name in (EAGER, OURS):
         remotes[f"{name} pinned"] = Remote(Worker, family, name, options.device, options.small, True)
     failed: dict[str, dict[str, Any]] = {}
@@ -134,7 +137,7 @@ def run(family: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
             )
         return answers
 
-    times: dict[str, dict[str, list[float]]] = {name: {} for name in module.VARIANTS}
+    times: dict[str, dict[str, list[float]]] = {name: {} for name in variants}
     with machine(alone=False):
         warmed, played = every("warm"), every("play", options.ticks)
         again = remotes[EAGER].call("play", options.ticks) if EAGER not in failed else {}

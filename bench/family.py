@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -13,6 +14,21 @@ from torch import Tensor
 import cadence_fx
 
 EAGER, VENDOR, OURS = "eager", "vendor", "cadence"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Family:
+    """One family in `bench.families`.
+
+    Attributes:
+        subject: a variant, by name, on a device, at a small size or the released one.
+        variants: names of all.
+        deterministic: whether the pinned protocol asks for `cadence_fx.deterministic`, too.
+    """
+
+    subject: Callable[[str, torch.device, bool], Subject]
+    variants: tuple[str, ...]
+    deterministic: bool = True
 
 
 class Subject:

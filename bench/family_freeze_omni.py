@@ -15,12 +15,10 @@ from torch import Tensor
 
 import cadence_fx
 from bench import vendor
-from bench.family import EAGER, OURS, Subject
+from bench.family import EAGER, OURS, Family, Subject
 from bench.vendor import freeze_omni
 from cadence_fx.adapters.freeze_omni import FreezeOmniStream
 
-VARIANTS = (EAGER, OURS)
-DETERMINISTIC = True
 SENTENCES = (75, 470, 230)  # tokens; the first one is cut into chunks of 20
 
 
@@ -68,6 +66,4 @@ class FreezeOmni(Subject):
         return super().misses()
 
 
-def subject(variant: str, device: torch.device, small: bool) -> Subject:
-    """The variant of that name."""
-    return FreezeOmni(variant, device, small)
+FAMILY = Family(FreezeOmni, (EAGER, OURS))

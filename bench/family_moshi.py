@@ -20,13 +20,11 @@ from torch import Tensor
 
 import cadence_fx
 from bench import vendor
-from bench.family import EAGER, OURS, VENDOR, Subject
+from bench.family import EAGER, OURS, VENDOR, Family, Subject
 from cadence_fx.adapters.moshi import MimiStream
 from cadence_fx.adapters.moshi_lm import DialogueStream
 
 COMPILED = "vendor-compiled"
-VARIANTS = (EAGER, VENDOR, COMPILED, OURS)
-DETERMINISTIC = True
 TICKS = 64  # recordings are this long, then begin again
 
 
@@ -110,6 +108,4 @@ class Moshi(Subject):
         return super().misses()
 
 
-def subject(variant: str, device: torch.device, small: bool) -> Subject:
-    """The variant of that name."""
-    return Moshi(variant, device, small)
+FAMILY = Family(Moshi, (EAGER, VENDOR, COMPILED, OURS))

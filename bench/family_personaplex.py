@@ -15,14 +15,11 @@ from typing import Any
 import torch
 
 import cadence_fx
-from bench.family import EAGER, OURS, VENDOR, Subject
+from bench.family import EAGER, OURS, VENDOR, Family
 from bench.family_moshi import Moshi
 from bench.vendor import personaplex
 from cadence_fx.adapters.personaplex import PersonaMimiStream
 from cadence_fx.adapters.personaplex_lm import PersonaDialogueStream
-
-VARIANTS = (EAGER, VENDOR, OURS)
-DETERMINISTIC = False  # under these flags PyTorch's replicate padding on CUDA breaks Dynamo's graph
 
 
 class PersonaPlex(Moshi):
@@ -39,6 +36,5 @@ class PersonaPlex(Moshi):
         return PersonaMimiStream(self.mimi, backend=backend), PersonaDialogueStream(self.gen, backend=backend)
 
 
-def subject(variant: str, device: torch.device, small: bool) -> Subject:
-    """The variant of that name."""
-    return PersonaPlex(variant, device, small)
+# Under these flags PyTorch's replicate padding on CUDA breaks Dynamo's graph.
+FAMILY = Family(PersonaPlex, (EAGER, VENDOR, OURS), deterministic=False)

@@ -101,14 +101,8 @@ class Subject:
         return self.token2wav.stream(tokens, None, return_waveform=True)
 
     def state_digest(self) -> str:
-        """SHA-256 of what the next call reads: of the vendor's caches, the rows and halves that are live."""
-        cache, steps = self.token2wav.stream_cache, self.token2wav.n_timesteps
-        if self.stream is not None:
-            return digest(*(cache[name] for name in Token2WavStream.STATE))
-        packed, blocks = cache["conformer_att_cache"], len(self.token2wav.flow.encoder.encoders)
-        tokens = packed[:blocks, :, :, : packed.shape[3] // 2]
-        solver = (cache[name][:steps] for name in ("estimator_cnn_cache", "estimator_att_cache"))
-        return digest(cache["conformer_cnn_cache"], tokens, packed[blocks:], *solver)
+        """SHA-256 of what the next call of the solver and the conformer reads."""
+        return digest(*vendor.live_state(self.token2wav, self.token2wav.n_timesteps))
 
     def notes(self) -> list[str]:
         """What the passes did to the solver's class of a full window."""

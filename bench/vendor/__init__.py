@@ -26,7 +26,7 @@ from bench.vendor.packages import (
     load,
 )
 from bench.vendor.sizes import RELEASED, SMALL, TINY, Prompt, Sizes, build_prompt, build_tokens
-from bench.vendor.token2wav import build_token2wav, start_turn
+from bench.vendor.token2wav import build_token2wav, live_state, start_turn
 
 __all__ = [
     "FREEZE_OMNI",
@@ -63,6 +63,7 @@ __all__ = [
     "build_tokens",
     "build_vocoder",
     "interleaved_by_reference",
+    "live_state",
     "load",
     "start_turn",
 ]

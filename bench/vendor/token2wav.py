@@ -69,3 +69,20 @@ def start_turn(token2wav: Any) -> None:
     """Primes a vendor's stream through its own `set_stream_cache`, and assigns the result as its callers do."""
     with contextlib.redirect_stdout(io.StringIO()):  # the first package prints the prompt's lengths
         token2wav.stream_cache, token2wav.hift_cache_dict = token2wav.set_stream_cache(PROMPT)
+
+
+def live_state(token2wav: Any, steps: int) -> list[torch.Tensor]:
+    """What the next call reads of a stream's solver and conformer, bound or not: of packed caches, the rows and halves
+    that are live.
+
+    Args:
+        steps: of the solver; the vendor's caches may have rows for more.
+    """
+    cache = token2wav.stream_cache
+    packed, blocks = cache["conformer_att_cache"], len(token2wav.flow.encoder.encoders)
+    if "conformer_token_cache" in cache:
+        conformer = [cache["conformer_token_cache"], packed]
+    else:
+        conformer = [packed[:blocks, :, :, : packed.shape[3] // 2], packed[blocks:]]
+    solver = [cache[name][:steps] for name in ("estimator_cnn_cache", "estimator_att_cache")]
+    return [cache["conformer_cnn_cache"], *conformer, *solver]
