@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from cadence_fx.capture import ReplayClass
 from cadence_fx.prediction import Prediction
@@ -20,17 +20,25 @@ def compare(
     """Predicted beside measured, and whether it held: classes equal, bytes within `TOLERANCE`.
 
     Args:
-        classes: each once, in the order of their capture.
+        classes: each once, in the order of their capture. A state that they only read is in a buffer of each: one of
+            them counts as its carry, since nothing declared tells that it is none, and the others count as further
+            staging.
         workspaces: measured bytes, by what the user calls them.
     """
     first: dict[str, ReplayClass] = {}
     for entry in classes:
         first.setdefault(entry.plan.label, entry)
     carries = [carry for key, carry in program.carries.items() if key[-1] == prediction.inference]
+    once: dict[str, int] = {}
+    for entry in first.values():
+        once |= staged(entry).states
     pairs = {
         "classes": (len(prediction.staging), len(first)),
-        "staging": (sum(prediction.staging.values()), sum(map(_held, first.values()))),
-        "carries": (sum(prediction.carries.values()), sum(c.flat.untyped_storage().nbytes() for c in carries)),
+        "staging": (sum(prediction.staging.values()), sum(staged(entry).arguments for entry in first.values())),
+        "carries": (
+            sum(prediction.carries.values()),
+            sum(c.flat.untyped_storage().nbytes() for c in carries) + sum(once.values()),
+        ),
         "workspaces": (sum(prediction.workspaces.values()), sum(workspaces.values())),
     }
     found: dict[str, Any] = {name: {"predicted": a, "measured": b} for name, (a, b) in pairs.items()}
@@ -39,13 +47,28 @@ def compare(
     return found | {
         "held": exact and near,
         "further_classes": len(classes) - len(first),
-        "further_staging": sum(map(_held, classes)) - pairs["staging"][1],
+        "further_staging": sum(staged(entry).nbytes for entry in classes) - pairs["staging"][1] - sum(once.values()),
         "order": _order(prediction, first),
     }
 
 
-def _held(entry: ReplayClass) -> int:
-    return sum(buffer.untyped_storage().nbytes() for buffer in entry.buffers)
+class Staged(NamedTuple):
+    """Bytes of a class's static buffers: of a call's arguments, and of states that the class only reads, by name."""
+
+    arguments: int
+    states: dict[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """All of them."""
+        return self.arguments + sum(self.states.values())
+
+
+def staged(entry: ReplayClass) -> Staged:
+    """Bytes that a class stages."""
+    sizes = {i: b.untyped_storage().nbytes() for i, b in zip(entry.plan.staged, entry.buffers, strict=True)}
+    states = {name: sizes.pop(i) for i, name in entry.plan.only_read.items()}
+    return Staged(sum(sizes.values()), states)
 
 
 def _order(prediction: Prediction, classes: Mapping[str, ReplayClass]) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -28,7 +28,7 @@ from cadence_fx.passes.graphs import GraphFacts
 from cadence_fx.passes.layout import give_layout, reads_layout
 from cadence_fx.passes.provenance import prove_retentions
 from cadence_fx.plan import WATCHED, Miss, Plan, RegionUse, Split
-from cadence_fx.proofs import proof_of
+from cadence_fx.proofs import proof_of, unchanged
 from cadence_fx.signature import compare, fixed_key, is_lazy, is_plain, region_key, scalar_key, tensor_key
 from cadence_fx.twins import fingerprint, in_terms_of
 from cadence_fx.ways import Subject, split_around, ways
@@ -229,7 +229,9 @@ class GraphPlanner:
         scratch = set(self._scratch)
         fixed = binding.indices("fixed")
         # A declared state that this graph neither returns nor writes is an argument like any other.
-        staged = [*binding.indices("staged"), *sorted({i.index for i in binding.instances} - {u.index for u in uses})]
+        used = {use.index for use in uses}
+        only_read = {i.index: i.name for i in binding.instances if i.index not in used}
+        staged = [*binding.indices("staged"), *only_read]
         passes = select_passes(program.passes)
         edits = select_edits(program.passes) if self.device.type == "cuda" else []
         tied = {placeholders[i].name: i for i in fixed}
@@ -270,12 +272,13 @@ class GraphPlanner:
             label=str(point),
             fixed=fixed,
             staged=staged,
+            only_read=only_read,
             mutated=sorted(written & {*fixed, *staged} - scratch),
             written=sorted(written & {*fixed, *staged}),
             regions=uses,
             fingerprint=fingerprint(aten.graph, self.names),
             draws=any(map(draws, aten.graph.nodes)) if all_known(aten.graph) else None,
-            notes=self._prove(aten, slots),
+            notes=[*self._prove(aten, slots), *self._unchanged(args, point, only_read)],
             split=split,
         )
         plan.notes.extend(f"{self.names[i]} is read in the layout {layout}" for i, layout in layouts.items())
@@ -351,6 +354,17 @@ class GraphPlanner:
                     slot.instance, f"{policy}: {proof.declared}", proof.found, proof.where, proof.counterexample
                 )
             notes.append(f"{slot.instance}: retention {proof}")
+        return notes
+
+    def _unchanged(self, args: Sequence[Any], point: CatalogEntry, only_read: Container[int]) -> list[str]:
+        """Note that states stay as they are, where none of this call's graphs is known to change them."""
+        notes = []
+        for instance in self.binding.instances:
+            extent, following, advance = extents(instance, point, args)
+            if instance.index in only_read and extent == following:
+                proof = unchanged(instance.region.name, instance.name, extent, advance)
+                self.program.proofs.setdefault(proof.key, proof)
+                notes.append(f"{instance.name}: only read")
         return notes
 
     # -- sharing ------------------------------------------------------------------------------------------------------

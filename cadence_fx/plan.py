@@ -120,6 +120,7 @@ class Plan:
         fixed: indices of arguments bound by pointer; once a way is admitted, of those that it uses.
         idle: indices of arguments that were to be bound by pointer and that the admitted way does not use.
         staged: indices of arguments copied in on each call.
+        only_read: those of them that are declared states, by name; this code neither writes nor returns them.
         mutated: indices of fixed or staged arguments the code writes and whose contents mean something afterwards.
         written: all indices of fixed or staged arguments the code writes, declared workspaces among them.
         regions: the states.
@@ -147,6 +148,7 @@ class Plan:
     staged: list[int]
     mutated: list[int] = dataclasses.field(default_factory=list)
     written: list[int] = dataclasses.field(default_factory=list)
+    only_read: dict[int, str] = dataclasses.field(default_factory=dict)
     regions: list[RegionUse] = dataclasses.field(default_factory=list)
     idle: frozenset[int] = frozenset()
     notes: list[str] = dataclasses.field(default_factory=list)

@@ -26,8 +26,9 @@ class Proof:
     Attributes:
         region, instance: the region, and which of its instances.
         extent, next_extent, added: frames before and after the call, and frames that it brings.
-        shows: "frames" (each position of the next state is the declared frame) or "extent" (its size is: of a state
-            that is replaced or written by index, the contract declares no more).
+        shows: "frames" (each position of the next state is the declared frame), "unchanged" (the call only reads it)
+            or "extent" (its size is the declared one: of a state that is replaced or written by index, the contract
+            declares no more).
         declared, found: what survives, as spans of the old state and the new frames; None where it is not known.
         counterexample: the first frame that is another one than declared.
         reason, node, operator: why the proof ends, and where in the graph; of a ring, where the call chooses what it
@@ -41,7 +42,7 @@ class Proof:
     next_extent: int
     added: int
     verdict: Outcome
-    shows: Literal["frames", "extent"]
+    shows: Literal["frames", "unchanged", "extent"]
     declared: str | None = None
     found: str | None = None
     counterexample: str | None = None
@@ -102,6 +103,11 @@ def proof_of(graph: fx.Graph, slot: RegionSlot, verdict: Verdict) -> Proof:
     )
 
 
+def unchanged(region: str, instance: str, extent: int, added: int) -> Proof:
+    """The record of a state that a graph neither writes nor returns."""
+    return Proof(region, instance, extent, extent, added, verdict="proved", shows="unchanged")
+
+
 def proof_facts(
     contract: Contract | None, catalog: Catalog, proofs: Iterable[Proof], audited_calls: int
 ) -> list[dict[str, Any]]:
@@ -142,7 +148,7 @@ def _class_of(region: Region, entry: CatalogEntry) -> tuple[int, int, int]:
 
 def _held_by(proofs: Sequence[Proof], audited_calls: int) -> str:
     """What vouches for the bytes of a region: the certificate of each class does, whatever could be proved."""
-    if all(proof.verdict == "proved" and proof.shows == "frames" for proof in proofs) and proofs:
+    if all(proof.verdict == "proved" and proof.shows != "extent" for proof in proofs) and proofs:
         return "proof and certificate"
     return f"certificate and audit of {audited_calls} calls" if audited_calls else "certificate only"
 

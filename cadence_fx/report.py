@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cadence_fx._table import aligned
-from cadence_fx.accounts import compare
+from cadence_fx.accounts import compare, staged
 from cadence_fx.capture import ReplayClass
 from cadence_fx.effects import DEVICE_RANDOM, PURE, REFUSED
 from cadence_fx.ledger import PHASES
@@ -147,9 +147,10 @@ def _bytes(program: Program, classes: list[ReplayClass]) -> dict[str, int]:
     told = prediction.staging if prediction is not None else {}
     return {
         "predicted_staging": sum(told.get(c.plan.label, 0) for c in classes),
-        "measured_staging": sum(b.untyped_storage().nbytes() for c in classes for b in c.buffers),
+        "measured_staging": sum(staged(c).arguments for c in classes),
         "predicted_carries": sum(prediction.carries.values()) if prediction is not None else 0,
-        "measured_carries": sum(c.flat.untyped_storage().nbytes() for c in program.carries.values()),
+        "measured_carries": sum(c.flat.untyped_storage().nbytes() for c in program.carries.values())
+        + sum(sum(staged(c).states.values()) for c in classes),
         "predicted_kept": sum(t.numel() * t.element_size() for t in kept.values()),
         "measured_kept": sum(t.untyped_storage().nbytes() for t in kept.values()),
         "workspaces": sum(_workspaces(program).values()),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import cadence_fx
-from cadence_fx import Clock, Contract, Input, KeepLast, Region
+from cadence_fx import Clock, Contract, Input, KeepLast, Pinned, Region
 from cadence_fx.accounts import TOLERANCE, _order
 from cadence_fx.prediction import Prediction, predict
 from tests.harness import check_prediction, compile_with, counts
@@ -105,6 +105,24 @@ def test_a_second_mode_has_further_classes() -> None:
     after = counts(step)["prediction"]
     assert (after["further_classes"], after["held"]) == (6, True)
     assert after["further_staging"] == before["staging"]["measured"] == after["staging"]["measured"]
+
+
+def test_a_state_that_calls_only_read_is_a_carry_whose_bytes_are_proved() -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, cache: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+            frames = torch.cat([cache, x], 1)
+            return frames.sum(1) * mask.sum(), frames[:, -6:].clone()
+
+    mask = Region("mask", argument="mask", axis=0, clock="frame", retention=Pinned(4))
+    step = compile_with(Masked(), Contract([FRAME], [CACHE, mask], inputs=[Input("x", axis=1, clock="frame")]))
+    cadence_fx.warm_up(step, *EXAMPLE[:2], torch.ones(4))
+    report = counts(step)
+    found = report["prediction"]
+    assert found["held"] and found["carries"] == {"predicted": 6 * C * 4 + 16, "measured": 6 * C * 4 + 16}
+    assert found["further_staging"] == 5 * 16  # it is in a buffer of each of the six classes
+    assert found["staging"]["predicted"] == found["staging"]["measured"]
+    proof = next(each for each in report["proof"] if each["region"] == "mask")
+    assert (proof["proved"], proof["shows"], proof["held_by"]) == (2, "unchanged", "proof and certificate")
 
 
 def test_before_warm_up_nothing_is_predicted() -> None:

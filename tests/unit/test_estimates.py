@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cadence_fx.adapters.readers import deployment
-from cadence_fx.estimates import FIRST, FURTHER, capture_seconds, sessions
+from cadence_fx.estimates import FIRST, FURTHER, WITHIN, capture_seconds, order_of, sessions
 
 MEASURED = Path(__file__).resolve().parents[2] / "bench/results/warm_up_nvidia_h200.json"
 
@@ -33,13 +33,19 @@ def test_the_coefficients_fit_the_measured_callables() -> None:
     assert line(first) == pytest.approx(FIRST, rel=2e-3)
     assert line(further) == pytest.approx(FURTHER, rel=2e-3)
     for name, row in callables.items():
-        assert abs(capture_seconds(operators[name] or 0, row["classes"]) - row["seconds"]) < 1.3
+        assert abs(capture_seconds(operators[name] or 0, row["classes"]) - row["seconds"]) < WITHIN
 
 
 def test_no_class_takes_no_time_and_more_classes_take_more() -> None:
     assert capture_seconds(1000, 0) == 0
     times = [capture_seconds(1000, classes) for classes in range(1, 5)]
     assert times == sorted(times) and times[0] == pytest.approx(FIRST[0] + 1000 * FIRST[1])
+
+
+def test_only_what_is_far_enough_apart_is_ordered() -> None:
+    seconds = {"a": 5.0, "b": 5.0 + 2 * WITHIN, "c": 40.0}
+    assert order_of(seconds) == [("c", "a"), ("c", "b")]
+    assert order_of(seconds | {"b": 5.1 + 2 * WITHIN}) == [("b", "a"), ("c", "a"), ("c", "b")]
 
 
 @pytest.mark.parametrize(
