@@ -3,7 +3,8 @@
     python -m bench.contracts            # prints the tables
     python -m bench.contracts --write    # puts them into docs/adapters.md
 
-Contracts come from the adapters: from numbers alone, or from the vendor's modules without memory behind them.
+Contracts come from the adapters: from numbers alone, or from the vendor's modules without memory behind them. Those of
+PersonaPlex need a checkout (CADENCE_PERSONAPLEX); without one its rows stay as they are on the page.
 """
 
 from __future__ import annotations
@@ -15,8 +16,13 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
 
+import torch
+
 from bench import vendor
+from bench.vendor import personaplex
 from cadence_fx import adapters
+from cadence_fx.adapters import personaplex as persona_codec
+from cadence_fx.adapters import personaplex_lm as persona_dialogue
 from cadence_fx.contract import Contract, Region
 from cadence_fx.errors import CatalogTooWide
 
@@ -25,20 +31,45 @@ PAGE = ROOT / "docs" / "adapters.md"
 BEGIN, END = "<!-- made by python -m bench.contracts --write -->", "<!-- end -->"
 
 
-def tables() -> str:
-    """Both tables, as markdown."""
-    return "\n\n".join((contracts_table(adapters.families()), adapters_table(adapters.families())))
+def tables(page: str) -> str:
+    """Both tables, as markdown; what cannot be made here is taken from the page."""
+    return "\n\n".join((contracts_table(adapters.families(), page), adapters_table(adapters.families())))
 
 
-def contracts_table(families: Iterable[adapters.Family]) -> str:
+def contracts_table(families: Iterable[adapters.Family], page: str) -> str:
     """A row for each callable of each family: its clocks, its states, and the classes that follow."""
     for name in ("models.loaders", "models.lm"):
         vendor.load(name, vendor.MOSHI)  # so that it can be imported by its own name
-    rows = [("family", "callable", "clocks", "states", "classes", "how they come about")]
+    rows: list[tuple[str, ...]] = [("family", "callable", "clocks", "states", "classes", "how they come about")]
     for family in families:
-        for name, contract in family.contracts().items():
+        if family.name in _CHECKOUT and not vendor.available(vendor.PERSONAPLEX):
+            rows += _rows_on(page, family.name)
+            continue
+        for name, contract in _CHECKOUT.get(family.name, family.contracts)().items():
             rows.append((family.name, f"`{name}`", _clocks(contract), _states(contract), *_classes(contract)))
     return _markdown(rows)
+
+
+def _persona_codec() -> dict[str, Contract]:
+    with torch.device("meta"):
+        mimi = personaplex.build_mimi(device="meta")
+    steps = persona_codec.EncodeStep, persona_codec.DecodeStep
+    return {kind.__name__: kind(mimi, 1, mimi.num_codebooks).contract() for kind in steps}
+
+
+def _persona_dialogue() -> dict[str, Contract]:
+    kind = persona_dialogue.DialogueStep
+    with torch.device("meta"):
+        return {kind.__name__: kind(personaplex.build_lm_gen(device="meta"), 1).contract()}
+
+
+# Families whose modules are in a checkout alone.
+_CHECKOUT = {"personaplex-mimi": _persona_codec, "personaplex": _persona_dialogue}
+
+
+def _rows_on(page: str, family: str) -> list[tuple[str, ...]]:
+    """The contracts of a family as the page has them."""
+    return [tuple(row[2:-2].split(" | ")) for row in page.splitlines() if row.startswith(f"| {family} | `")]
 
 
 def adapters_table(families: Iterable[adapters.Family]) -> str:
@@ -125,10 +156,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not vendor.available(vendor.MOSHI):
         print("the vendor package is not installed: pip install --no-deps moshi==0.2.13", file=sys.stderr)
         return 2
+    page = PAGE.read_text()
     if options.write:
-        PAGE.write_text(written(PAGE.read_text(), tables()))
+        PAGE.write_text(written(page, tables(page)))
     else:
-        print(tables())
+        print(tables(page))
     return 0
 
 
