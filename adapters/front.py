@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,6 +115,8 @@ class Bound:
         binding = self._open("unbind")
         binding.unbind()
         object.__setattr__(self, "_binding", None)
+        with contextlib.suppress(TypeError):
+            _objects.pop(self._vendor, None)
 
     def _open(self, verb: str) -> Binding:
         if self._binding is None:
@@ -186,15 +190,34 @@ def bind(
         if "unexpected keyword argument" in str(error):
             raise ContractError(f"an option that the family does not have: {error}", field=family.name) from error
         raise
-    return Bound(obj, family, release, binding, engine)
+    bound = Bound(obj, family, release, binding, engine)
+    with contextlib.suppress(TypeError):  # an object that has no hash or takes no weak reference is not found again
+        _objects[obj] = weakref.ref(binding), weakref.ref(bound)
+    return bound
+
+
+# The vendors' objects that are bound. What `bind` returns may be dropped; the object's own methods hold the binding.
+_objects: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Binding], weakref.ref[Bound]]] = weakref.WeakKeyDictionary()
 
 
 def unbind(bound: Any) -> None:
     """Undo a `bind`: the vendor's code, buffers and attributes are as before, bit for bit, and open streams go on.
 
+    Args:
+        bound: what `bind` returned, or the vendor's object that it was given.
+
     Raises:
-        NotBound: `bound` is not what `bind` returned, or has been unbound.
+        NotBound: it is neither, or has been unbound.
     """
-    if type(bound) is not Bound:
-        raise NotBound("unbind", f"a {type(bound).__name__}")
-    bound.unbind()
+    if type(bound) is Bound:
+        bound.unbind()
+        return
+    try:
+        references = _objects.pop(bound)
+    except (KeyError, TypeError):
+        raise NotBound("unbind", f"a {type(bound).__name__}") from None
+    binding, front = (reference() for reference in references)
+    if isinstance(front, Bound):
+        front.unbind()
+    elif binding is not None:
+        binding.unbind()

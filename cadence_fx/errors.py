@@ -369,8 +369,8 @@ class NotBound(CadenceError):
         self.verb = verb
         self.found = found
         super().__init__(
-            f"{verb}() needs what bind() returned, as long as it is bound, and was given {found}. "
-            "Bind the object, and keep what bind() returns."
+            f"{verb}() needs what bind() returned, as long as it is bound, or the object that is bound, and was given "
+            f"{found}. Bind the object, and keep what bind() returns."
         )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import subprocess
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
@@ -182,6 +184,29 @@ def test_what_bind_returns_is_used_as_the_object() -> None:
         with pytest.raises(NotBound, match="has been unbound"):
             verb()
     assert repr(bound) == "<unbound MimiModel of moshi 0.2.13>"
+
+
+@needs(vendor.MOSHI)
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "dropped"])
+def test_the_vendors_object_is_unbound_by_itself(kept: bool) -> None:
+    mimi = vendor.build_mimi(MIMI)
+    before = dict(vars(mimi))
+    bound = adapters.bind(mimi, backend=None)
+    assert "encode" in vars(mimi)
+    if not kept:
+        del bound
+        gc.collect()
+    adapters.unbind(mimi)
+    assert vars(mimi) == before
+    with pytest.raises(NotBound, match="was given a MimiModel"):
+        adapters.unbind(mimi)
+    if kept:
+        with pytest.raises(NotBound, match="has been unbound"):
+            bound.report()
+    again = weakref.ref(adapters.bind(mimi, backend=None))
+    adapters.unbind(mimi)
+    gc.collect()
+    assert again() is None  # nothing holds what was unbound
 
 
 @needs(vendor.MOSHI)
