@@ -218,8 +218,8 @@ def _facts(name: str, states: Sequence[Deduced], growth: Growth | None) -> list[
         until = f", up to {growth.until} frames in all" if growth.until is not None else ""
         facts.append(Fact(name, "growth", f"{state.added} a call", PROVED, f"{growth}{until}", line))
     elif state.added:
-        why = "or more: what is beyond it is cut" if state.growth_confidence == AMBIGUOUS else ""
-        facts.append(Fact(name, "growth", f"{state.added} a call", state.growth_confidence, why, line))
+        why = "a graph joins as many with those before, and then cuts" if state.joined is not None else ""
+        facts.append(Fact(name, "growth", f"{state.added} a call", state.axis_confidence, why, line))
     bound = (
         state.confidence
         if isinstance(policy, (KeepLast, PromptPlusLast)) and state.confidence != AMBIGUOUS

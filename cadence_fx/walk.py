@@ -16,7 +16,8 @@ from cadence_fx import paths
 from cadence_fx._torch_calls import NotTraced
 from cadence_fx.calls import Arguments, Live, Place, Slot, copied, drawn
 from cadence_fx.errors import ExampleFailed
-from cadence_fx.following import Follower, Frames, Lost, frames_by_bytes
+from cadence_fx.following import Follower, Lost, frames_by_bytes
+from cadence_fx.joined import Frames, Joined
 from cadence_fx.leaves import tensor_paths
 
 Shape = tuple[int, ...]
@@ -35,6 +36,7 @@ class Visit:
         shapes: of each state, before and after.
         read: what each position along an axis holds, by the bytes of the call.
         graph: the same by its graph, or why the graph does not say; empty where the call was not traced.
+        joined: where the graph has old and fresh frames together before they are cut, if that had to be looked for.
         lines: the user's line that makes each state.
         flush: whether the call was one of those that end a turn.
     """
@@ -42,6 +44,7 @@ class Visit:
     shapes: dict[Slot, tuple[Shape, Shape]]
     read: dict[tuple[Slot, int], Frames | None]
     graph: dict[tuple[Slot, int], Frames | Lost]
+    joined: dict[tuple[Slot, int], Joined]
     lines: dict[Slot, str | None]
     flush: bool
 
@@ -187,7 +190,7 @@ class Walker:
     def _visit(self, stream: Stream, template: Arguments, *, flush: bool = False) -> Visit:
         arguments = stream.feed(template)
         before = {slot: stream.state(slot).detach().clone() for slot in self.slots}
-        visit = Visit({}, {}, {}, {}, flush)
+        visit = Visit({}, {}, {}, {}, {}, flush)
         follower = self._follower(stream, arguments, flush) if self.witness is None else None
         stream.call(arguments)
         for slot in self.slots:
@@ -199,7 +202,10 @@ class Walker:
             for axis in _axes(old.shape, new.shape):
                 visit.read[slot, axis] = frames_by_bytes(old, new, axis)
                 if follower is not None:
-                    visit.graph[slot, axis] = follower.frames(slot.place, follower.graph.after(slot), axis)
+                    where = slot.place, follower.graph.after(slot), axis
+                    visit.graph[slot, axis] = follower.frames(*where)
+                    if (joined := follower.joined(*where)) is not None:
+                        visit.joined[slot, axis] = joined
             visit.lines[slot] = follower.line(follower.graph.after(slot)) if follower is not None else None
         self.found.visits.append(visit)
         return visit
