@@ -212,9 +212,9 @@ def _constant(walk: Walk, slot: Slot, calls: Sequence[Visit], line: str | None) 
     for axis, size in enumerate(shape):
         frames, proved, why = _frames(calls, slot, axis)
         seen = [Seen(size, size, kept) for kept in frames if kept is not None]
-        if size < 2 or len(seen) < len(calls) or not all(_tells(each.frames) for each in seen):
-            continue
         joined = _joined(calls, slot, axis)
+        if joined is None and size < 2 or len(seen) < len(calls) or not all(_tells(each.frames) for each in seen):
+            continue
         plain = [Seen(size, size, _unnumbered(each.frames)) for each in seen]
         for added in _candidates([(size, size)], seen, joined):
             policies = _policies(seen, size, added, joined) if added else []

@@ -48,9 +48,7 @@ class Follower:
         Args:
             output: number of the value; the tensor itself, at the end of the call, where it is written in place.
         """
-        old = self.graph.placeholder(place)
-        itself = self.graph.traced.same[output] == self.graph.places.index(place)
-        result = old if itself else self.graph.traced.results[output]
+        old, result = self._ends(place, output)
         if result is None:
             return Lost("the next state is no tensor of the graph", None)
         try:
@@ -60,16 +58,31 @@ class Follower:
             return Lost(end.reason, line_of(end.node))
         if not is_cut_beyond(frames, tensor_val(old).shape[axis]):
             return frames
-        key = place, output, axis
-        if key not in self._joined:
-            graph = self.graph.traced.gm.graph
-            self._joined[key] = find_joined(graph, self._facts, self._constants, run, old, result, axis)
-        joined = self._joined[key]
+        joined = self.joined(place, output, axis)
         return frames if joined is None else joined.frames
 
     def joined(self, place: Place, output: int, axis: int) -> Joined | None:
-        """Where the old frames and all fresh ones are together, if ``frames`` had to look for it and it was found."""
-        return self._joined.get((place, output, axis))
+        """Where the old frames and all fresh ones are together before they are cut, if there is such a value."""
+        key = place, output, axis
+        if key not in self._joined:
+            self._joined[key] = self._find_joined(*key)
+        return self._joined[key]
+
+    def _find_joined(self, place: Place, output: int, axis: int) -> Joined | None:
+        old, result = self._ends(place, output)
+        if result is None:
+            return None
+        try:
+            run = self._run(old, result)
+        except NotFollowed:
+            return None
+        return find_joined(self.graph.traced.gm.graph, self._facts, self._constants, run, old, result, axis)
+
+    def _ends(self, place: Place, output: int) -> tuple[fx.Node, fx.Node | None]:
+        """The tensor that came in, and the returned value."""
+        old: fx.Node = self.graph.placeholder(place)
+        itself = self.graph.traced.same[output] == self.graph.places.index(place)
+        return old, old if itself else self.graph.traced.results[output]
 
     def _run(self, old: fx.Node, result: fx.Node) -> IdRun:
         if (old, result) not in self._runs:

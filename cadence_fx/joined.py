@@ -74,7 +74,9 @@ def find_joined(
         axes = [
             at
             for at, size in enumerate(shape)
-            if size > max(kept, before[axis]) and sorted(shape[:at] + shape[at + 1 :]) == rest
+            if size > max(kept, before[axis])
+            and sorted(shape[:at] + shape[at + 1 :]) == rest
+            and (at == axis or before[axis] > 1)  # one frame alone may be told along any axis of size 1
         ]
         for at in axes:
             tried += 1

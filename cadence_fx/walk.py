@@ -17,12 +17,13 @@ from cadence_fx._torch_calls import NotTraced
 from cadence_fx.calls import Arguments, Live, Place, Slot, copied, drawn
 from cadence_fx.errors import ExampleFailed
 from cadence_fx.following import Follower, Lost, frames_by_bytes
-from cadence_fx.joined import Frames, Joined
+from cadence_fx.joined import Frames, Joined, is_cut_beyond
 from cadence_fx.leaves import tensor_paths
 
 Shape = tuple[int, ...]
 CALLS = 40  # made one after the other before states are made up
 REPEATS = 3  # calls whose extents stay, after which a stream has settled
+PATIENT = 24  # as many, where each call may do something else for all that its sizes say
 _MOST_BYTES = 64 << 20  # of states that are made up
 _FURTHEST = 1 << 16  # calls ahead
 _TRACED = 48  # calls that are traced
@@ -141,6 +142,7 @@ class Walker:
         written: attributes that calls change.
         first, later: the calls of a turn.
         flush: a call of other sizes, which ends a turn.
+        repeats: calls whose extents stay, after which a stream has settled.
         witness: is shown each state before and after each call, and whether that ended a turn; calls are not traced
             then, and other numbers are drawn.
     """
@@ -153,11 +155,12 @@ class Walker:
         first: Arguments,
         later: Arguments,
         flush: Arguments | None,
+        repeats: int = REPEATS,
         witness: Callable[[Slot, torch.Tensor, torch.Tensor, bool], None] | None = None,
     ) -> None:
         self.live, self.slots, self.written = live, slots, written
         self.first, self.later, self.flush = first, later, flush
-        self.witness = witness
+        self.repeats, self.witness = repeats, witness
         self.found = Walk()
         self._traced: dict[tuple[object, ...], int] = {}
 
@@ -174,13 +177,14 @@ class Walker:
             after = stream.shapes()
             key = tuple(after.values())
             repeats = repeats + 1 if before == after else 0
-            if repeats >= REPEATS:
+            if repeats >= self.repeats:
                 self.found.settled = True
                 break
             if repeats == 0 and key in seen:
                 self.found.cycles = True
                 break
             seen.add(key)
+        self.found.settled |= repeats >= REPEATS
         if self.witness is None:
             self._compare_with_other_data()
         if not self.found.settled and not self.found.cycles and not self.found.unsteady:
@@ -203,7 +207,9 @@ class Walker:
                 visit.read[slot, axis] = frames_by_bytes(old, new, axis)
                 if follower is not None:
                     where = slot.place, follower.graph.after(slot), axis
-                    visit.graph[slot, axis] = follower.frames(*where)
+                    frames = visit.graph[slot, axis] = follower.frames(*where)
+                    if isinstance(frames, Lost) or not is_cut_beyond(frames, old.shape[axis]):
+                        continue  # what is kept shows how much came
                     if (joined := follower.joined(*where)) is not None:
                         visit.joined[slot, axis] = joined
             visit.lines[slot] = follower.line(follower.graph.after(slot)) if follower is not None else None
@@ -211,10 +217,11 @@ class Walker:
         return visit
 
     def _follower(self, stream: Stream, arguments: Arguments, flush: bool) -> Follower | None:
-        """Follows the call that is about to be made; each combination of extents is traced twice."""
+        """Follows the call that is about to be made; each combination of extents is traced twice, or more often where
+        a stream is followed for longer after it has settled."""
         key = (flush, *stream.shapes().values())
         self._traced[key] = self._traced.get(key, 0) + 1
-        if self.found.not_traced is not None or self._traced[key] > 2 or len(self._traced) > _TRACED:
+        if self.found.not_traced is not None or self._traced[key] > self.repeats - 1 or len(self._traced) > _TRACED:
             return None
         try:
             return Follower(stream.live.trace(arguments, self.written))
