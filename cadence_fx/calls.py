@@ -16,7 +16,7 @@ from cadence_fx._torch import storage_identity, tree_map_only
 from cadence_fx._torch_calls import TracedCall, raised_at, trace_call
 from cadence_fx.bytesops import bytes_equal
 from cadence_fx.errors import ExampleFailed
-from cadence_fx.leaves import kept_numbers, kept_tensors, tensor_paths
+from cadence_fx.leaves import kept_numbers, kept_tensors, objects_with_tensors, tensor_paths
 from cadence_fx.paths import Path
 from cadence_fx.signature import is_plain
 
@@ -201,8 +201,14 @@ class Graph:
 
 
 def copied(arguments: Any) -> Any:
-    """Containers with their tensors copied."""
-    return tree_map_only(torch.Tensor, lambda t: t.detach().clone(), arguments)
+    """Containers with their tensors copied, and the objects that hold tensors."""
+    return tree_map_only(object, _copied_leaf, arguments)
+
+
+def _copied_leaf(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return copy.deepcopy(value) if objects_with_tensors(value) else value
 
 
 def drawn(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -19,7 +19,7 @@ from cadence_fx.bytesops import bytes_equal
 from cadence_fx.calls import Arguments, Graph, Live, Place, Ran, Slot, copied, drawn
 from cadence_fx.errors import ExampleFailed
 from cadence_fx.following import Follower, Lost
-from cadence_fx.leaves import accessor, tensor_paths
+from cadence_fx.leaves import accessor, objects_with_tensors, tensor_paths
 from cadence_fx.passes.graphs import tensor_val
 from cadence_fx.paths import Path
 
@@ -60,6 +60,9 @@ def find_pairs(live: Live, first: Arguments, second: Arguments | None) -> Pairs:
     stream = live.twin()
     ran = stream.watch(copied(first))
     found = Pairs([], [])
+    for path in objects_with_tensors(first):
+        why = "is an object, and what it holds is not followed: pass its tensors, or let the module keep it"
+        found.doubts.append(Doubt(str(Place("argument", path)), why))
     _attributes(live, stream, first, second, ran, found)
     graph: Graph | None = None
     try:
