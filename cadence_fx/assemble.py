@@ -7,8 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-import sympy
-
 from cadence_fx import paths
 from cadence_fx.calls import Arguments, Place, Slot
 from cadence_fx.clock import Clock
@@ -141,12 +139,14 @@ def _flush(
         return []
     ((group, found),) = moved
     assert found is not None
+    entries = [_input(place, axis, sizes, group, found) for (place, axis), sizes in varying.items()]
+    if None in entries:
+        place, axis = list(varying)[entries.index(None)]
+        why = f"axis {axis} of {place} has {' and '.join(map(str, varying[place, axis]))} elements"
+        doubts.append(Doubt("the second call", f"{why}, which no clock accounts for: no flush is declared"))
+        return []
     group.flush = found
-    return [
-        entry
-        for (place, axis), sizes in varying.items()
-        if (entry := _input(place, axis, sizes, group, doubts)) is not None
-    ]
+    return [entry for entry in entries if entry is not None]
 
 
 def _flush_ticks(
@@ -173,19 +173,13 @@ def _flush_ticks(
     return int(ticks) if ticks.denominator == 1 and ticks >= 1 else None
 
 
-def _input(place: Place, axis: int, sizes: tuple[int, int], group: _Group, doubts: list[Doubt]) -> Input | None:
-    """Size = offset + rate * advance, in both calls."""
-    rate, offset = sympy.symbols("rate offset")
-    (solution,) = sympy.linsolve(
-        [rate * group.stride + offset - sizes[0], rate * int(group.flush or 0) + offset - sizes[1]], rate, offset
-    )
-    if not (solution[0].is_Rational and solution[0] > 0 and solution[1].is_Integer):
-        doubts.append(
-            Doubt(str(place), f"axis {axis} has {sizes[0]} elements, and {sizes[1]} in the call that ends a turn")
-        )
+def _input(place: Place, axis: int, sizes: tuple[int, int], group: _Group, flush: int) -> Input | None:
+    """Size = offset + rate * advance, in both calls; None where it is not so."""
+    rate = Fraction(sizes[0] - sizes[1], group.stride - flush)
+    offset = sizes[0] - rate * group.stride
+    if rate <= 0 or offset.denominator != 1:
         return None
-    slope = Fraction(int(solution[0].p), int(solution[0].q))
-    return Input(str(place), axis=axis, clock=group.name, rate=slope, offset=int(solution[1]))
+    return Input(str(place), axis=axis, clock=group.name, rate=rate, offset=int(offset))
 
 
 # -- regions -----------------------------------------------------------------------------------------------------------

@@ -126,6 +126,20 @@ class Summary(nn.Module):
         return attend(x, frames) + attend(x, tokens)
 
 
+class Pairs(nn.Module):
+    """What any two frames of a chunk have in common: not as many more in a chunk twice as long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = torch.zeros(1, 4, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = torch.triu_indices(x.size(1), x.size(1), 1)
+        joined = torch.cat([self.state, x[:, left] * x[:, right]], 1)
+        self.state = joined[:, -4:]
+        return attend(x, joined)
+
+
 # -- of which nothing tells how much a call adds -----------------------------------------------------------------------
 
 

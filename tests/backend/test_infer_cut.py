@@ -110,12 +110,19 @@ def test_a_call_that_ends_a_turn(way: str, size: int, stride: int, flush: list[i
     assert [entry.size(flush[0]) for entry in found.contract.inputs] == [size]
 
 
-def test_sizes_that_no_one_clock_explains() -> None:
-    """Ten frames are five eighths of 16, and the two that the last layer makes of them are half of four."""
-    found = infer(cut.Strided(), (sound(16),), (sound(10),))
-    assert found.contract is not None and not found.contract.clocks[0].flush
-    assert [region.growth for region in found.contract.regions] == [1, Fraction(1, 2), Fraction(1, 4)]
-    assert any("no clock accounts for them" in text for text in found.ambiguous)
+@pytest.mark.parametrize(
+    "kind, sizes, growth",
+    [
+        (cut.Strided, (16, 10), [1, Fraction(1, 2), Fraction(1, 4)]),  # of 4 frames 2 are left, and 10 of 16
+        (cut.Pairs, (8, 5), [1]),  # of 28 frames 10
+    ],
+)
+def test_sizes_that_no_clock_explains(kind: type[nn.Module], sizes: tuple[int, int], growth: list[Any]) -> None:
+    draw = sound if kind is cut.Strided else frames
+    found = infer(kind(), *((draw(size),) for size in sizes))
+    assert found.contract is not None and not found.contract.clocks[0].flush and not found.contract.inputs
+    assert [region.growth for region in found.contract.regions] == growth
+    assert any("no flush is declared" in text for text in found.ambiguous)
 
 
 @pytest.mark.parametrize("kind", [cut.Strided, cut.Sinks, cut.Reworked], ids=lambda kind: kind.__name__)
