@@ -258,6 +258,14 @@ def test_nothing_of_the_users_is_touched() -> None:
         assert_same(mine, theirs, "an argument")
 
 
+@pytest.mark.parametrize("rebound", [True, False])
+def test_a_parameter_that_a_call_writes_is_put_back(rebound: bool) -> None:
+    module = hazards.WrittenParameter(rebound=rebound)
+    with pytest.raises(ExampleFailed, match="writes the parameter state.*make it a buffer"):
+        infer(module, (frames(8),))
+    assert_same(module.state, torch.zeros(1, 3, C), "the parameter")
+
+
 @pytest.mark.parametrize(
     "calls, told",
     [
