@@ -17,7 +17,7 @@ from cadence_fx._torch import storage_identity, tree_map_only
 from cadence_fx._torch_calls import TracedCall, raised_at, trace_call
 from cadence_fx.bytesops import bytes_equal
 from cadence_fx.errors import ExampleFailed
-from cadence_fx.leaves import kept_numbers, kept_tensors, objects_with_tensors, tensor_paths
+from cadence_fx.leaves import kept_numbers, kept_tensors, objects_with_tensors, passed_over, tensor_paths
 from cadence_fx.paths import Path
 from cadence_fx.signature import is_plain
 
@@ -59,6 +59,7 @@ class Ran:
         changed: the places that were written, or hold another tensor than before.
         shared: results that lie in the memory of a tensor that the module keeps and has written.
         numbers: the plain numbers that the module keeps, after the call.
+        passed_over: containers that it keeps with tensors in them, and that are not looked into.
     """
 
     results: dict[Path, torch.Tensor]
@@ -67,6 +68,7 @@ class Ran:
     changed: frozenset[Place]
     shared: dict[Path, Place]
     numbers: dict[Path, int | float]
+    passed_over: dict[Path, str]
 
 
 class Live:
@@ -152,6 +154,7 @@ class Live:
             frozenset(changed),
             {path: homes[_memory(tensor)] for path, tensor in results.items() if _memory(tensor) in homes},
             kept_numbers(self.module) if isinstance(self.module, nn.Module) else {},
+            passed_over(self.module) if isinstance(self.module, nn.Module) else {},
         )
 
     def _weights(self) -> dict[str, _Weight]:

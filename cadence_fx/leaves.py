@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -51,6 +52,16 @@ def kept_tensors(module: nn.Module) -> dict[Path, torch.Tensor]:
 def kept_numbers(module: nn.Module) -> dict[Path, int | float]:
     """The plain numbers that a module keeps in the same places."""
     return {path: value for path, value in _kept(module) if type(value) in (int, float)}
+
+
+def passed_over(module: nn.Module) -> dict[Path, str]:
+    """The containers in the same places that are not looked into, and hold tensors: where, and what they are."""
+    kinds = (deque, set, frozenset)
+    return {
+        path: type(value).__name__
+        for path, value in _kept(module)
+        if isinstance(value, kinds) and any(isinstance(item, torch.Tensor) for item in value)
+    }
 
 
 def _kept(module: Any) -> Iterator[tuple[Path, Any]]:

@@ -97,6 +97,9 @@ def _attributes(live: Live, stream: Live, first: Arguments, second: Arguments | 
             found.counts = True
             why = "is a number that Python counts: code that reads it does other things in each call"
             found.doubts.append(Doubt(str(Place("attribute", path)), why))
+    for path, kind in ran.passed_over.items():
+        why = f"is a {kind}, and what it holds is not followed: a list of tensors would be"
+        found.doubts.append(Doubt(str(Place("attribute", path)), why))
     for path, place in ran.shared.items():
         why = f"lies in the memory of {place}, which the next call writes: clone() what is to stay"
         found.doubts.append(Doubt(f"result {accessor(path)}", why))

@@ -204,7 +204,8 @@ def test_one_call_pairs_by_what_a_result_holds_and_says_so() -> None:
 
 
 def test_what_is_left_out_is_said() -> None:
-    for module, place in ((hazards.WholeNumber(), "self.count"), (hazards.Sharing(), "self.work")):
+    left_out = (hazards.WholeNumber(), "self.count"), (hazards.Sharing(), "self.work"), (hazards.InDeque(), "self.line")
+    for module, place in left_out:
         found = infer(module, *two_calls(module))
         assert found.contract is not None and [region.name for region in found.contract.regions] == ["cache"]
         assert any(text.startswith(place) for text in found.ambiguous)
