@@ -7,8 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-import sympy
-
 from cadence_fx import paths
 from cadence_fx.calls import Arguments, Place, Slot
 from cadence_fx.clock import Clock
@@ -37,7 +35,7 @@ class _Group:
 
     driver: Growth | None
     states: list[Deduced]
-    name: str = "frame"
+    name: str
     stride: int = 1
     flush: int | None = None
 
@@ -55,10 +53,10 @@ def assemble(
         normal, flush: a normal call, and one of other sizes that ends a turn.
     """
     doubts: list[Doubt] = []
+    slots = {state.slot.place for state in states}
     groups = _groups(states, grown)
     for group in groups:
         group.stride = _stride(group, normal)
-    slots = {state.slot.place for state in states}
     varying = _varying(normal, flush, slots) if flush is not None else {}
     inputs: list[Input] = []
     if flush is not None:
@@ -77,26 +75,39 @@ def assemble(
 
 
 def _groups(states: Sequence[Deduced], grown: Mapping[Place, Growth]) -> list[_Group]:
-    """States by the argument that they grow with. What grows with none that is known goes with the first."""
+    """States by the argument that they grow with. Those that grow with none that is known have a clock of their own;
+    those whose extents say nothing go with the first."""
     found: dict[object, _Group] = {}
     for state in states:
         growth = grown.get(state.slot.place)
         if growth is not None:
-            found.setdefault((growth.place, growth.axis), _Group(growth, [])).states.append(state)
-    groups = list(found.values()) or [_Group(None, [])]
-    groups[0].states += [state for state in states if state.slot.place not in grown]
+            group = found.setdefault(growth.counted, _Group(growth, [], "frame"))
+            group.states.append(state)
+            if growth.is_multiple:
+                group.driver = growth
+    groups = list(found.values())
+    unknown = [s for s in states if s.added and s.slot.place not in grown]
+    silent = [s for s in states if not s.added]
+    if groups:  # a ring does not show in its extents what it grows with
+        silent += [s for s in unknown if s.retention.fixed]
+        unknown = [s for s in unknown if not s.retention.fixed]
+    if unknown:
+        groups.append(_Group(None, unknown, "frame"))
+    groups = groups or [_Group(None, [], "call")]
+    groups[0].states += silent
     if len(groups) > 1:
-        names = [_word(paths.spell(group.driver.place.path)) for group in groups if group.driver is not None]
-        for group, name in zip(groups, names, strict=True):
-            group.name = name if names.count(name) == 1 else f"{name}_{groups.index(group)}"
+        names = ["frame" if g.driver is None else _word(paths.spell(g.driver.counted[0].path)) for g in groups]
+        for number, (group, name) in enumerate(zip(groups, names, strict=True)):
+            group.name = name if names.count(name) == 1 else f"{name}_{number}"
     return groups
 
 
 def _stride(group: _Group, normal: Arguments) -> int:
     """The frames of the argument that drives the clock, or, where a call brings others too, the fewest a state adds."""
     added = [state.added for state in group.states if state.added]
-    if group.driver is not None and group.driver.offset == 0:
-        size: int = paths.get(normal, group.driver.place.path).shape[group.driver.axis]
+    if group.driver is not None and group.driver.is_multiple:
+        place, axis = group.driver.counted
+        size: int = paths.get(normal, place.path).shape[axis]
         return size
     return min(added, default=1)
 
@@ -120,7 +131,7 @@ def _flush(
     doubts: list[Doubt],
 ) -> list[Input]:
     """Give the clock that advances otherwise its flush length, and the arguments that vary with it."""
-    ticks = [(group, _flush_ticks(group, varying, alone=len(groups) == 1)) for group in groups]
+    ticks = [(group, _flush_ticks(group, grown, varying, alone=len(groups) == 1)) for group in groups]
     moved = [(group, found) for group, found in ticks if found not in (None, group.stride)]
     if len(moved) != 1:
         why = "no clock" if not moved else "more than one clock"
@@ -128,26 +139,31 @@ def _flush(
         return []
     ((group, found),) = moved
     assert found is not None
+    entries = [_input(place, axis, sizes, group, found) for (place, axis), sizes in varying.items()]
+    if None in entries:
+        place, axis = list(varying)[entries.index(None)]
+        why = f"axis {axis} of {place} has {' and '.join(map(str, varying[place, axis]))} elements"
+        doubts.append(Doubt("the second call", f"{why}, which no clock accounts for: no flush is declared"))
+        return []
     group.flush = found
-    return [
-        entry
-        for (place, axis), sizes in varying.items()
-        if (entry := _input(place, axis, sizes, group, doubts)) is not None
-    ]
+    return [entry for entry in entries if entry is not None]
 
 
-def _flush_ticks(group: _Group, varying: Mapping[tuple[Place, int], tuple[int, int]], *, alone: bool) -> int | None:
+def _flush_ticks(
+    group: _Group, grown: Mapping[Place, Growth], varying: Mapping[tuple[Place, int], tuple[int, int]], *, alone: bool
+) -> int | None:
     """How far the clock of a group advances in the call that ends a turn; None where that cannot be told."""
     ratios = {Fraction(s.flushed, s.added) for s in group.states if s.flushed is not None and s.added}
+    for growth in (grown.get(state.slot.place) for state in group.states):
+        if growth is not None:
+            sizes = varying.get(growth.counted, (1, 1)) if growth.counted is not None else (1, 1)
+            ratios.add(
+                Fraction(growth.added(sizes[1]), growth.added(sizes[0])) if sizes[0] != sizes[1] else Fraction(1)
+            )
     if len(ratios) > 1:
         return None
     if ratios:
         ticks = ratios.pop() * group.stride
-    elif group.driver is not None:
-        sizes = varying.get((group.driver.place, group.driver.axis))
-        if sizes is None:
-            return group.stride
-        ticks = Fraction(group.stride * int(group.driver.added(sizes[1])), int(group.driver.added(sizes[0])))
     elif alone and not any(state.added for state in group.states):
         short = min(varying.values(), default=(0, 0))
         group.stride = short[0] or group.stride
@@ -157,19 +173,13 @@ def _flush_ticks(group: _Group, varying: Mapping[tuple[Place, int], tuple[int, i
     return int(ticks) if ticks.denominator == 1 and ticks >= 1 else None
 
 
-def _input(place: Place, axis: int, sizes: tuple[int, int], group: _Group, doubts: list[Doubt]) -> Input | None:
-    """Size = offset + rate * advance, in both calls."""
-    rate, offset = sympy.symbols("rate offset")
-    (solution,) = sympy.linsolve(
-        [rate * group.stride + offset - sizes[0], rate * int(group.flush or 0) + offset - sizes[1]], rate, offset
-    )
-    if not (solution[0].is_Rational and solution[0] > 0 and solution[1].is_Integer):
-        doubts.append(
-            Doubt(str(place), f"axis {axis} has {sizes[0]} elements, and {sizes[1]} in the call that ends a turn")
-        )
+def _input(place: Place, axis: int, sizes: tuple[int, int], group: _Group, flush: int) -> Input | None:
+    """Size = offset + rate * advance, in both calls; None where it is not so."""
+    rate = Fraction(sizes[0] - sizes[1], group.stride - flush)
+    offset = sizes[0] - rate * group.stride
+    if rate <= 0 or offset.denominator != 1:
         return None
-    slope = Fraction(int(solution[0].p), int(solution[0].q))
-    return Input(str(place), axis=axis, clock=group.name, rate=slope, offset=int(solution[1]))
+    return Input(str(place), axis=axis, clock=group.name, rate=rate, offset=int(offset))
 
 
 # -- regions -----------------------------------------------------------------------------------------------------------

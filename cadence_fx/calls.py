@@ -10,17 +10,19 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from cadence_fx import paths
 from cadence_fx._torch import storage_identity, tree_map_only
 from cadence_fx._torch_calls import TracedCall, raised_at, trace_call
 from cadence_fx.bytesops import bytes_equal
 from cadence_fx.errors import ExampleFailed
-from cadence_fx.leaves import kept_numbers, kept_tensors, tensor_paths
+from cadence_fx.leaves import kept_numbers, kept_tensors, objects_with_tensors, passed_over, tensor_paths
 from cadence_fx.paths import Path
 from cadence_fx.signature import is_plain
 
 Arguments = dict[str, Any]
+_SMALL = 1 << 20  # bytes of a parameter that is copied before a call
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class Ran:
         changed: the places that were written, or hold another tensor than before.
         shared: results that lie in the memory of a tensor that the module keeps and has written.
         numbers: the plain numbers that the module keeps, after the call.
+        passed_over: containers that it keeps with tensors in them, and that are not looked into.
     """
 
     results: dict[Path, torch.Tensor]
@@ -65,6 +68,7 @@ class Ran:
     changed: frozenset[Place]
     shared: dict[Path, Place]
     numbers: dict[Path, int | float]
+    passed_over: dict[Path, str]
 
 
 class Live:
@@ -125,7 +129,9 @@ class Live:
         held = self.tensors(arguments)
         before = {place: tensor.detach().clone() for place, tensor in held.items()}
         versions = {place: _version(tensor) for place, tensor in held.items()}
+        weights = self._weights()
         result = self.run(arguments)
+        _refuse_writes(weights)
         now = self.tensors(arguments)
         changed = {
             place
@@ -148,7 +154,14 @@ class Live:
             frozenset(changed),
             {path: homes[_memory(tensor)] for path, tensor in results.items() if _memory(tensor) in homes},
             kept_numbers(self.module) if isinstance(self.module, nn.Module) else {},
+            passed_over(self.module) if isinstance(self.module, nn.Module) else {},
         )
+
+    def _weights(self) -> dict[str, _Weight]:
+        if not isinstance(self.module, nn.Module):
+            return {}
+        named = self.module.named_parameters()
+        return {name: _Weight(parameter) for name, parameter in named if not is_lazy(parameter)}
 
     def trace(
         self, arguments: Arguments, attributes: Sequence[Place], open_axes: Mapping[Place, Sequence[int]] | None = None
@@ -201,8 +214,14 @@ class Graph:
 
 
 def copied(arguments: Any) -> Any:
-    """Containers with their tensors copied."""
-    return tree_map_only(torch.Tensor, lambda t: t.detach().clone(), arguments)
+    """Containers with their tensors copied, and the objects that hold tensors."""
+    return tree_map_only(object, _copied_leaf, arguments)
+
+
+def _copied_leaf(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return copy.deepcopy(value) if objects_with_tensors(value) else value
 
 
 def drawn(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -221,10 +240,39 @@ def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+class _Weight:
+    """A parameter before a call, with a copy of its contents if it is as small as a state may be."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter, self.version, self.memory = parameter, _version(parameter), _memory(parameter)
+        small = parameter.numel() * parameter.element_size() <= _SMALL
+        self.contents = parameter.detach().clone() if small else None
+
+    @property
+    def written(self) -> bool:
+        return _version(self.parameter) != self.version or _memory(self.parameter) != self.memory
+
+
+def _refuse_writes(weights: Mapping[str, _Weight]) -> None:
+    """Copies of a module share its parameters. One that a call writes gets its contents back, and no call follows.
+
+    Raises:
+        ExampleFailed: a parameter was written.
+    """
+    written = {name: weight for name, weight in weights.items() if weight.written}
+    for weight in written.values():
+        if weight.contents is not None and _memory(weight.parameter) == weight.memory:
+            with torch.no_grad():
+                weight.parameter.copy_(weight.contents)
+    if written:
+        problem = f"the call writes the parameter {next(iter(written))}, which no copy of the module has for itself"
+        raise ExampleFailed(f"{problem}: make it a buffer", None)
+
+
 def _copied(module: Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(module, nn.Module):
         return module
-    weights: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
+    weights: dict[int, Any] = {id(parameter): _alias(parameter) for parameter in module.parameters()}
     try:
         return copy.deepcopy(module, weights)
     except Exception as error:
@@ -234,3 +282,10 @@ def _copied(module: Callable[..., Any]) -> Callable[..., Any]:
             "gradients on are a frequent cause",
             None,
         ) from error
+
+
+def _alias(parameter: nn.Parameter) -> nn.Parameter:
+    """Another parameter of the same memory, so that other memory may be put under it (``.data``)."""
+    if type(parameter) is not nn.Parameter:
+        return parameter
+    return nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)

@@ -22,11 +22,12 @@ def confirm(
     first: Arguments,
     later: Arguments,
     flush: Arguments | None,
+    repeats: int,
 ) -> str | None:
     """None where the module does what the contract says; else the first thing that it does otherwise.
 
     Extents of all calls are compared with the contract's, the calls met with its catalog, and in the bytes of each
-    state what the declared retention keeps of the one before.
+    state what the declared retention keeps of the one before. ``repeats``: as of `Walker`.
     """
     problems: list[str] = []
     of = {state.slot: contract.region(name) for name, states in members.items() for state in states}
@@ -38,7 +39,7 @@ def confirm(
             problems.append(f"{slot.place}: {problem}")
 
     try:
-        walk = Walker(live, slots, (), first, later, flush, witness).walk()
+        walk = Walker(live, slots, (), first, later, flush, repeats, witness).walk()
     except ExampleFailed as error:
         return str(error)
     if problems:

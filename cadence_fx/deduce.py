@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from itertools import product
 
 from cadence_fx.calls import Slot
-from cadence_fx.following import Frames, Lost, Policy, Seen, agree, fitting
+from cadence_fx.following import Lost, Policy, Seen, agree, fitting
+from cadence_fx.joined import Frames, Joined
 from cadence_fx.pairs import Doubt
 from cadence_fx.retention import KeepLast, Pinned, Retention, Ring
 from cadence_fx.walk import Visit, Walk
@@ -27,7 +28,7 @@ class Deduced:
         added: frames that a call adds; 0 where nothing tells.
         flushed: frames that a call adds which ends a turn; None where nothing tells or there is none.
         confidence, why: of the retention.
-        growth_confidence: of ``added``; ambiguous where so much of the fresh frames is cut that more would do, too.
+        joined: where a graph shows what extents do not: how many frames a call adds to a state that is always cut.
         axis_confidence: of the axis: of a state that never moves, any would do.
         line: the user's line that makes the next state.
     """
@@ -41,7 +42,7 @@ class Deduced:
     why: str
     axis_confidence: str
     line: str | None
-    growth_confidence: str = OBSERVED
+    joined: Joined | None = None
     flushed: int | None = None
 
     @property
@@ -102,15 +103,17 @@ def _growing(walk: Walk, slot: Slot, calls: Sequence[Visit], axis: int, line: st
         )
     seen = [Seen(old, new, kept) for (old, new), kept in zip(sizes, frames, strict=True) if kept is not None]
     plain = [Seen(each.old, each.new, _unnumbered(each.frames)) for each in seen]
-    for added, told_apart in product(sorted(steps) or _candidates(sizes, seen), (True, False)):
-        policies: list[Policy] = fitting(seen if told_apart else plain, bound, added)
+    joined = None if steps else _joined(calls, slot, axis)
+    for added, told_apart in product(sorted(steps) or _candidates(sizes, seen, joined), (True, False)):
+        policies = _policies(seen if told_apart else plain, bound, added, joined if told_apart else None)
         if len(seen) == len(calls) and policies:
+            if not steps and not (joined and told_apart) and _may_be_more(plain, policies[0], added):
+                raise Undeclarable(Doubt(str(slot.place), _unsure(added), line))
             confidence, told = _confidence(policies, proved, why, walk)
             if not told_apart:
                 confidence, told = _least(confidence, OBSERVED), "which of the fresh frames it keeps cannot be told"
             sure = PROVED if proved else OBSERVED
-            grows = sure if steps else _growth_confidence(seen, policies[0], added, sure)
-            return Deduced(slot, axis, start, added, policies[0], confidence, told, sure, line, grows)
+            return Deduced(slot, axis, start, added, policies[0], confidence, told, sure, line, joined)
     if len(seen) == len(calls) or not steps:
         raise Undeclarable(Doubt(str(slot.place), "no retention policy keeps the frames that it keeps", line))
     (added,) = steps
@@ -120,12 +123,27 @@ def _growing(walk: Walk, slot: Slot, calls: Sequence[Visit], axis: int, line: st
     return Deduced(slot, axis, start, added, KeepLast(bound), AMBIGUOUS, why, OBSERVED, line)
 
 
-def _candidates(sizes: Sequence[tuple[int, int]], seen: Sequence[Seen]) -> list[int]:
-    """Numbers of frames that a call may add when the first one already fills the state."""
+def _joined(calls: Sequence[Visit], slot: Slot, axis: int) -> Joined | None:
+    """Where the graphs of the calls have old and fresh frames together, if all that do have as many fresh ones."""
+    found = [visit.joined[slot, axis] for visit in calls if (slot, axis) in visit.joined]
+    return found[-1] if len({(joined.added, joined.order) for joined in found}) == 1 else None
+
+
+def _candidates(sizes: Sequence[tuple[int, int]], seen: Sequence[Seen], joined: Joined | None) -> list[int]:
+    """Numbers of frames that a call may add when the first one already fills the state. Those of a value that are
+    appended and that no call keeps, the last ones, may be looked ahead at and not be added."""
     least = max(new - old for old, new in sizes)
+    if joined is not None:
+        ends = {index + 1 for old, index in joined.frames if not old and index is not None}
+        return [joined.added, *(sorted(ends)[-1:] if joined.order == "append" else ())]
     fresh = {sum(not old for old, _ in each.frames) for each in seen}
-    known = {index + 1 for each in seen for old, index in each.frames if not old and index is not None}
-    return sorted(number for number in fresh | known | {least} if number >= least)
+    return sorted(number for number in fresh | {least} if number >= least)
+
+
+def _policies(seen: Sequence[Seen], bound: int, added: int, joined: Joined | None) -> list[Policy]:
+    """Those that keep what the calls kept, in the order in which a graph joins the frames."""
+    policies = fitting(seen, bound, added)
+    return [policy for policy in policies if joined is None or policy.order == joined.order]
 
 
 def _unnumbered(frames: Frames) -> Frames:
@@ -137,9 +155,13 @@ def _least(*confidences: str) -> str:
     return min(confidences, key=(AMBIGUOUS, OBSERVED, PROVED).index)
 
 
-def _growth_confidence(seen: Sequence[Seen], policy: Policy, added: int, sure: str) -> str:
-    """Whether a call could add one frame more and keep the same."""
-    return AMBIGUOUS if policy in fitting(seen, policy.bound, added + 1) else sure
+def _may_be_more(plain: Sequence[Seen], policy: Policy, added: int) -> bool:
+    """Whether a call could add one frame more and leave the same: what is beyond the newest that it keeps is cut."""
+    return policy in fitting(plain, policy.bound, added + 1)
+
+
+def _unsure(added: int) -> str:
+    return f"ambiguous: a call adds {added} frames or more; what is beyond them is cut in every call"
 
 
 def _confidence(policies: Sequence[Policy], proved: bool, why: str, walk: Walk) -> tuple[str, str]:
@@ -190,15 +212,16 @@ def _constant(walk: Walk, slot: Slot, calls: Sequence[Visit], line: str | None) 
     for axis, size in enumerate(shape):
         frames, proved, why = _frames(calls, slot, axis)
         seen = [Seen(size, size, kept) for kept in frames if kept is not None]
-        if size < 2 or len(seen) < len(calls) or not all(_tells(each.frames) for each in seen):
+        joined = _joined(calls, slot, axis)
+        if joined is None and size < 2 or len(seen) < len(calls) or not all(_tells(each.frames) for each in seen):
             continue
-        for added in _candidates([(size, size)], seen):
-            policies = fitting(seen, size, added) if added else []
-            if policies:
+        plain = [Seen(size, size, _unnumbered(each.frames)) for each in seen]
+        for added in _candidates([(size, size)], seen, joined):
+            policies = _policies(seen, size, added, joined) if added else []
+            if policies and (joined is not None or not _may_be_more(plain, policies[0], added)):
                 confidence, told = _confidence(policies, proved, why, walk)
                 sure = PROVED if proved else OBSERVED
-                grows = _growth_confidence(seen, policies[0], added, sure)
-                return Deduced(slot, axis, size, added, policies[0], confidence, told, sure, line, grows)
+                return Deduced(slot, axis, size, added, policies[0], confidence, told, sure, line, joined)
     for axis, size in enumerate(shape):
         added = _ring_step([visit.read.get((slot, axis)) for visit in calls])
         if in_place and added:

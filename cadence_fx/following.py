@@ -15,13 +15,12 @@ from torch import fx
 from cadence_fx._torch_calls import line_of
 from cadence_fx.bytesops import as_integers
 from cadence_fx.calls import Graph, Place
+from cadence_fx.joined import Frames, Joined, find_joined, is_cut_beyond
 from cadence_fx.passes.constants import Constants
-from cadence_fx.passes.graphs import GraphFacts
+from cadence_fx.passes.graphs import GraphFacts, tensor_val
 from cadence_fx.passes.ids import IdRun, NotFollowed
 from cadence_fx.passes.provenance import follow_frames
 from cadence_fx.retention import KeepLast, PromptPlusLast
-
-Frames = tuple[tuple[bool, int | None], ...]  # for each position: whether of the old state, and which (None: unknown)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +40,7 @@ class Follower:
         self._facts = GraphFacts(gm.graph)
         self._constants = Constants(gm, self._facts)
         self._runs: dict[tuple[fx.Node, fx.Node], IdRun | NotFollowed] = {}
+        self._joined: dict[tuple[Place, int, int], Joined | None] = {}
 
     def frames(self, place: Place, output: int, axis: int) -> Frames | Lost:
         """What each position of a returned value along ``axis`` holds of the tensor that came in at ``place``.
@@ -48,16 +48,41 @@ class Follower:
         Args:
             output: number of the value; the tensor itself, at the end of the call, where it is written in place.
         """
-        old = self.graph.placeholder(place)
-        itself = self.graph.traced.same[output] == self.graph.places.index(place)
-        result = old if itself else self.graph.traced.results[output]
+        old, result = self._ends(place, output)
         if result is None:
             return Lost("the next state is no tensor of the graph", None)
         try:
             run = self._run(old, result)
-            return _numbered(run, old, result, axis)
+            frames = _numbered(run, old, result, axis)
         except NotFollowed as end:
             return Lost(end.reason, line_of(end.node))
+        if not is_cut_beyond(frames, tensor_val(old).shape[axis]):
+            return frames
+        joined = self.joined(place, output, axis)
+        return frames if joined is None else joined.frames
+
+    def joined(self, place: Place, output: int, axis: int) -> Joined | None:
+        """Where the old frames and all fresh ones are together before they are cut, if there is such a value."""
+        key = place, output, axis
+        if key not in self._joined:
+            self._joined[key] = self._find_joined(*key)
+        return self._joined[key]
+
+    def _find_joined(self, place: Place, output: int, axis: int) -> Joined | None:
+        old, result = self._ends(place, output)
+        if result is None:
+            return None
+        try:
+            run = self._run(old, result)
+        except NotFollowed:
+            return None
+        return find_joined(self.graph.traced.gm.graph, self._facts, self._constants, run, old, result, axis)
+
+    def _ends(self, place: Place, output: int) -> tuple[fx.Node, fx.Node | None]:
+        """The tensor that came in, and the returned value."""
+        old: fx.Node = self.graph.placeholder(place)
+        itself = self.graph.traced.same[output] == self.graph.places.index(place)
+        return old, old if itself else self.graph.traced.results[output]
 
     def _run(self, old: fx.Node, result: fx.Node) -> IdRun:
         if (old, result) not in self._runs:
@@ -81,17 +106,12 @@ class Follower:
 
 
 def _numbered(run: IdRun, old: fx.Node, result: fx.Node, axis: int) -> Frames:
-    """Frames with the numbers of fresh ones, if these are told by some number of frames that a call may bring: as many
-    as it keeps or, where nothing old is left, more, as many as what they are taken from has."""
+    """Frames with the numbers of fresh ones, if old ones are kept beside them and these are all that a call brings."""
     frames = follow_frames(run, old, result, axis, 0)
     plain = tuple((frame.old, frame.index) for frame in frames)
-    fresh = [frame for frame in frames if not frame.old]
-    if len(fresh) < 2:
-        return plain
-    sizes = {size for frame in fresh if frame.leaf is not None for size in frame.leaf.shape}
-    advances = [len(fresh)] if len(fresh) < len(frames) else sorted(size for size in sizes if size > len(fresh))
-    for advance in advances:
-        found = follow_frames(run, old, result, axis, advance)
+    fresh = sum(not frame.old for frame in frames)
+    if 1 < fresh < len(frames):
+        found = follow_frames(run, old, result, axis, fresh)
         indices = [frame.index for frame in found if not frame.old]
         if None not in indices and len(set(indices)) == len(indices):
             return tuple((frame.old, frame.index) for frame in found)

@@ -20,7 +20,7 @@ from cadence_fx.inferred import Fact, Inferred
 from cadence_fx.leaves import accessor, tensor_paths
 from cadence_fx.pairs import Doubt, find_pairs
 from cadence_fx.retention import KeepLast, Pinned, PromptPlusLast, Ring
-from cadence_fx.walk import Walk, Walker
+from cadence_fx.walk import PATIENT, REPEATS, Walk, Walker
 
 Example = Sequence[Any]
 
@@ -80,7 +80,8 @@ class _Inference:
             told = f"cannot be traced ({pairs.not_traced.problem}); what is said of it was only observed"
             self.doubts.append(Doubt("the call", told, pairs.not_traced.where))
         later, flush = self._calls({slot.place for slot in pairs.slots})
-        walk = Walker(self.live, pairs.slots, pairs.written, self.first, later, flush).walk()
+        repeats = PATIENT if pairs.counts or pairs.not_traced is not None else REPEATS
+        walk = Walker(self.live, pairs.slots, pairs.written, self.first, later, flush, repeats).walk()
         states: list[Deduced] = []
         problems: list[str] = []
         for slot in pairs.slots:
@@ -103,7 +104,8 @@ class _Inference:
             return self._without(states, [f"what was found is no contract: {error}"])
         self.doubts += made.doubts
         has_flush = any(clock.flush for clock in made.contract.clocks)
-        problem = confirm(made.contract, made.members, self.live, self.first, later, flush if has_flush else None)
+        ends = flush if has_flush else None
+        problem = confirm(made.contract, made.members, self.live, self.first, later, ends, repeats)
         if problem is not None:
             return self._without(states, [f"a check with other data failed: {problem}"])
         return self._with(made, grown, walk)
@@ -142,9 +144,11 @@ class _Inference:
 
     def _with(self, made: Assembled, grown: Mapping[Place, Growth], walk: Walk) -> Inferred:
         facts: list[Fact] = []
+        growing = {name for name, states in made.members.items() if states[0].added}
         for clock in made.contract.clocks:
             driver = made.drivers[clock.name]
-            why = f"it counts {driver}" if driver is not None else "the example call brings as many"
+            grows = any(region.clock == clock.name and region.name in growing for region in made.contract.regions)
+            why = f"it counts {driver}" if driver else "the example call brings as many" if grows else "it counts calls"
             facts.append(Fact(clock.name, "stride", str(clock.stride), PROVED if driver else OBSERVED, why, None))
             if clock.flush:
                 why = "the second call; other lengths were not seen"
@@ -218,8 +222,8 @@ def _facts(name: str, states: Sequence[Deduced], growth: Growth | None) -> list[
         until = f", up to {growth.until} frames in all" if growth.until is not None else ""
         facts.append(Fact(name, "growth", f"{state.added} a call", PROVED, f"{growth}{until}", line))
     elif state.added:
-        why = "or more: what is beyond it is cut" if state.growth_confidence == AMBIGUOUS else ""
-        facts.append(Fact(name, "growth", f"{state.added} a call", state.growth_confidence, why, line))
+        why = "a graph joins as many with those before, and then cuts" if state.joined is not None else ""
+        facts.append(Fact(name, "growth", f"{state.added} a call", state.axis_confidence, why, line))
     bound = (
         state.confidence
         if isinstance(policy, (KeepLast, PromptPlusLast)) and state.confidence != AMBIGUOUS

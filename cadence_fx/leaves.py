@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -25,6 +26,17 @@ def tensor_paths(value: Any, path: Path = ()) -> list[Path]:
     return []
 
 
+def objects_with_tensors(value: Any, path: Path = ()) -> list[Path]:
+    """Where in nested containers there are objects of a user's classes, modules aside, that hold tensors."""
+    if isinstance(value, Mapping):
+        return [found for key, item in value.items() for found in objects_with_tensors(item, (*path, key))]
+    if isinstance(value, (list, tuple)):
+        return [found for i, item in enumerate(value) for found in objects_with_tensors(item, (*path, i))]
+    if isinstance(value, torch.Tensor) or _contents(value) is None or isinstance(value, nn.Module):
+        return []
+    return [path] if any(isinstance(held, torch.Tensor) for _, held in _kept(value)) else []
+
+
 def kept_tensors(module: nn.Module) -> dict[Path, torch.Tensor]:
     """The tensors that a module keeps and that are no parameters: in buffers, attributes, containers and objects of a
     user's classes. What can be reached in two ways is named once, under its modules first."""
@@ -42,7 +54,17 @@ def kept_numbers(module: nn.Module) -> dict[Path, int | float]:
     return {path: value for path, value in _kept(module) if type(value) in (int, float)}
 
 
-def _kept(module: nn.Module) -> Iterator[tuple[Path, Any]]:
+def passed_over(module: nn.Module) -> dict[Path, str]:
+    """The containers in the same places that are not looked into, and hold tensors: where, and what they are."""
+    kinds = (deque, set, frozenset)
+    return {
+        path: type(value).__name__
+        for path, value in _kept(module)
+        if isinstance(value, kinds) and any(isinstance(item, torch.Tensor) for item in value)
+    }
+
+
+def _kept(module: Any) -> Iterator[tuple[Path, Any]]:
     """Whatever is no container, by its path."""
     seen: set[int] = set()
     pending: list[tuple[Path, Any]] = [((), module)]

@@ -19,7 +19,7 @@ from cadence_fx.bytesops import bytes_equal
 from cadence_fx.calls import Arguments, Graph, Live, Place, Ran, Slot, copied, drawn
 from cadence_fx.errors import ExampleFailed
 from cadence_fx.following import Follower, Lost
-from cadence_fx.leaves import accessor, tensor_paths
+from cadence_fx.leaves import accessor, objects_with_tensors, tensor_paths
 from cadence_fx.passes.graphs import tensor_val
 from cadence_fx.paths import Path
 
@@ -41,13 +41,15 @@ class Doubt:
 @dataclasses.dataclass(slots=True)
 class Pairs:
     """The states that were found, and what is in doubt. ``written``: attributes that calls change, states or not.
-    ``not_fed``: arguments to which the second call did not give what the first returned."""
+    ``not_fed``: arguments to which the second call did not give what the first returned. ``counts``: the module keeps
+    numbers that Python changes."""
 
     slots: list[Slot]
     doubts: list[Doubt]
     written: list[Place] = dataclasses.field(default_factory=list)
     not_fed: set[Place] = dataclasses.field(default_factory=set)
     not_traced: NotTraced | None = None
+    counts: bool = False
 
     def has(self, place: Place) -> bool:
         return any(slot.place == place for slot in self.slots)
@@ -58,6 +60,9 @@ def find_pairs(live: Live, first: Arguments, second: Arguments | None) -> Pairs:
     stream = live.twin()
     ran = stream.watch(copied(first))
     found = Pairs([], [])
+    for path in objects_with_tensors(first):
+        why = "is an object, and what it holds is not followed: pass its tensors, or let the module keep it"
+        found.doubts.append(Doubt(str(Place("argument", path)), why))
     _attributes(live, stream, first, second, ran, found)
     graph: Graph | None = None
     try:
@@ -89,8 +94,12 @@ def _attributes(live: Live, stream: Live, first: Arguments, second: Arguments | 
         again = ran
     for path, value in again.numbers.items():
         if again is not ran and ran.numbers.get(path, value) != value:
+            found.counts = True
             why = "is a number that Python counts: code that reads it does other things in each call"
             found.doubts.append(Doubt(str(Place("attribute", path)), why))
+    for path, kind in ran.passed_over.items():
+        why = f"is a {kind}, and what it holds is not followed: a list of tensors would be"
+        found.doubts.append(Doubt(str(Place("attribute", path)), why))
     for path, place in ran.shared.items():
         why = f"lies in the memory of {place}, which the next call writes: clone() what is to stay"
         found.doubts.append(Doubt(f"result {accessor(path)}", why))
@@ -172,8 +181,8 @@ def _by_second_call(ran: Ran, second: Arguments, found: Pairs) -> None:
         matching = [path for path in results if bytes_equal(ran.results[path], given)]
         if not any(ran.results[path].shape == given.shape for path in results):
             found.not_fed.add(place)
-        if len(matching) == 1:
-            claims.setdefault(matching[0], []).append(place)
+        if len({id(ran.results[path]) for path in matching}) == 1:  # one result may be at several places
+            claims.setdefault(matching[-1], []).append(place)
         elif matching:
             where = ", ".join(accessor(path) for path in matching)
             found.doubts.append(
@@ -306,12 +315,16 @@ def _resized(
 
 
 def _left(ran: Ran, found: Pairs) -> None:
-    """With one example call, arguments that have the shape of a result may be states that are computed anew."""
+    """With one example call, arguments that have the shape of a result, or but for one axis, may be states all the
+    same: computed anew, or of which nothing is left."""
     places, results = _free(ran, found)
     for place in places if len(places) > 1 else ():
         given = ran.before[place]
-        like = [p for p in results if (ran.results[p].shape, ran.results[p].dtype) == (given.shape, given.dtype)]
-        if like and given.dtype.is_floating_point:
-            where = " and ".join(map(accessor, like))
-            why = f"what is returned at {where} has its shape; a second example call tells whether it is the next state"
-            found.doubts.append(Doubt(str(place), why))
+        alike = [p for p in results if ran.results[p].dtype == given.dtype and ran.results[p].dim() == given.dim()]
+        for most, told in ((0, "its shape"), (1, "its shape but for one axis")):
+            like = [p for p in alike if sum(map(int.__ne__, ran.results[p].shape, given.shape)) <= most]
+            if like and given.dtype.is_floating_point:
+                where = " and ".join(map(accessor, like))
+                tells = "a second example call tells whether it is the next state"
+                found.doubts.append(Doubt(str(place), f"what is returned at {where} has {told}; {tells}"))
+                break

@@ -16,12 +16,14 @@ from cadence_fx import paths
 from cadence_fx._torch_calls import NotTraced
 from cadence_fx.calls import Arguments, Live, Place, Slot, copied, drawn
 from cadence_fx.errors import ExampleFailed
-from cadence_fx.following import Follower, Frames, Lost, frames_by_bytes
+from cadence_fx.following import Follower, Lost, frames_by_bytes
+from cadence_fx.joined import Frames, Joined, is_cut_beyond
 from cadence_fx.leaves import tensor_paths
 
 Shape = tuple[int, ...]
 CALLS = 40  # made one after the other before states are made up
 REPEATS = 3  # calls whose extents stay, after which a stream has settled
+PATIENT = 24  # as many, where each call may do something else for all that its sizes say
 _MOST_BYTES = 64 << 20  # of states that are made up
 _FURTHEST = 1 << 16  # calls ahead
 _TRACED = 48  # calls that are traced
@@ -35,6 +37,7 @@ class Visit:
         shapes: of each state, before and after.
         read: what each position along an axis holds, by the bytes of the call.
         graph: the same by its graph, or why the graph does not say; empty where the call was not traced.
+        joined: where the graph has old and fresh frames together before they are cut, if that had to be looked for.
         lines: the user's line that makes each state.
         flush: whether the call was one of those that end a turn.
     """
@@ -42,6 +45,7 @@ class Visit:
     shapes: dict[Slot, tuple[Shape, Shape]]
     read: dict[tuple[Slot, int], Frames | None]
     graph: dict[tuple[Slot, int], Frames | Lost]
+    joined: dict[tuple[Slot, int], Joined]
     lines: dict[Slot, str | None]
     flush: bool
 
@@ -138,6 +142,7 @@ class Walker:
         written: attributes that calls change.
         first, later: the calls of a turn.
         flush: a call of other sizes, which ends a turn.
+        repeats: calls whose extents stay, after which a stream has settled.
         witness: is shown each state before and after each call, and whether that ended a turn; calls are not traced
             then, and other numbers are drawn.
     """
@@ -150,11 +155,12 @@ class Walker:
         first: Arguments,
         later: Arguments,
         flush: Arguments | None,
+        repeats: int = REPEATS,
         witness: Callable[[Slot, torch.Tensor, torch.Tensor, bool], None] | None = None,
     ) -> None:
         self.live, self.slots, self.written = live, slots, written
         self.first, self.later, self.flush = first, later, flush
-        self.witness = witness
+        self.repeats, self.witness = repeats, witness
         self.found = Walk()
         self._traced: dict[tuple[object, ...], int] = {}
 
@@ -171,13 +177,14 @@ class Walker:
             after = stream.shapes()
             key = tuple(after.values())
             repeats = repeats + 1 if before == after else 0
-            if repeats >= REPEATS:
+            if repeats >= self.repeats:
                 self.found.settled = True
                 break
             if repeats == 0 and key in seen:
                 self.found.cycles = True
                 break
             seen.add(key)
+        self.found.settled |= repeats >= REPEATS
         if self.witness is None:
             self._compare_with_other_data()
         if not self.found.settled and not self.found.cycles and not self.found.unsteady:
@@ -187,7 +194,7 @@ class Walker:
     def _visit(self, stream: Stream, template: Arguments, *, flush: bool = False) -> Visit:
         arguments = stream.feed(template)
         before = {slot: stream.state(slot).detach().clone() for slot in self.slots}
-        visit = Visit({}, {}, {}, {}, flush)
+        visit = Visit({}, {}, {}, {}, {}, flush)
         follower = self._follower(stream, arguments, flush) if self.witness is None else None
         stream.call(arguments)
         for slot in self.slots:
@@ -199,16 +206,22 @@ class Walker:
             for axis in _axes(old.shape, new.shape):
                 visit.read[slot, axis] = frames_by_bytes(old, new, axis)
                 if follower is not None:
-                    visit.graph[slot, axis] = follower.frames(slot.place, follower.graph.after(slot), axis)
+                    where = slot.place, follower.graph.after(slot), axis
+                    frames = visit.graph[slot, axis] = follower.frames(*where)
+                    if isinstance(frames, Lost) or not is_cut_beyond(frames, old.shape[axis]):
+                        continue  # what is kept shows how much came
+                    if (joined := follower.joined(*where)) is not None:
+                        visit.joined[slot, axis] = joined
             visit.lines[slot] = follower.line(follower.graph.after(slot)) if follower is not None else None
         self.found.visits.append(visit)
         return visit
 
     def _follower(self, stream: Stream, arguments: Arguments, flush: bool) -> Follower | None:
-        """Follows the call that is about to be made; each combination of extents is traced twice."""
+        """Follows the call that is about to be made; each combination of extents is traced twice, or more often where
+        a stream is followed for longer after it has settled."""
         key = (flush, *stream.shapes().values())
         self._traced[key] = self._traced.get(key, 0) + 1
-        if self.found.not_traced is not None or self._traced[key] > 2 or len(self._traced) > _TRACED:
+        if self.found.not_traced is not None or self._traced[key] > self.repeats - 1 or len(self._traced) > _TRACED:
             return None
         try:
             return Follower(stream.live.trace(arguments, self.written))

@@ -67,7 +67,7 @@ class IdRun:
 
     ``0 … n-1`` are the elements of ``old`` in row-major order, then come those of ``leaves``; ``FILL`` is a constant.
     A negative number ``-1 - i`` is an element of which only the call decides what it holds; ``undecided[i]`` is the
-    operator that makes it so. Raises ``NotFollowed``.
+    operator that makes it so. ``nodes`` is what ``target`` is made of, in order of execution. Raises ``NotFollowed``.
     """
 
     def __init__(self, graph: fx.Graph, facts: GraphFacts, constants: Constants, old: fx.Node, target: fx.Node) -> None:
@@ -80,6 +80,7 @@ class IdRun:
         self._next = self._count
         self._from_state = self._reached_from(graph, old)
         self._values: dict[fx.Node, Any] = {}
+        self.nodes = self._cone(target)
         self.result = self._run(target)
 
     def leaf_of(self, number: int) -> Leaf | None:
@@ -150,7 +151,7 @@ class IdRun:
     # -- the run ---------------------------------------------------------------------------------------------------
 
     def _run(self, target: fx.Node) -> torch.Tensor:
-        cone = self._cone(target)
+        cone = self.nodes
         last_use = {arg: node for node in cone for arg in self._inputs(node)}
         dying: dict[fx.Node, list[fx.Node]] = {}
         for arg, user in last_use.items():

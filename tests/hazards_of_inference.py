@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -169,3 +170,32 @@ class Reversed(nn.Module):
 class Broken(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x @ torch.zeros(C + 1, C)
+
+
+class InDeque(nn.Module):
+    """Frames in a deque, one by one, beside a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = deque([torch.zeros(1, C)] * 3, maxlen=3)
+
+    def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        self.line.extend(x.unbind(1))
+        seen = torch.cat([cache, x.tanh()], 1)
+        return attend(x, seen) + torch.stack(list(self.line)).mean(0), seen[:, -6:]
+
+
+class WrittenParameter(nn.Module):
+    """The state is a parameter: its memory is the user's own, which copies share."""
+
+    def __init__(self, *, rebound: bool) -> None:
+        super().__init__()
+        self.rebound, self.state = rebound, nn.Parameter(torch.zeros(1, 3, C), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = torch.cat([self.state, x], 1)
+        if self.rebound:
+            self.state.data = joined[:, -3:]
+        else:
+            self.state.copy_(joined[:, -3:])
+        return joined.mean(1)

@@ -204,7 +204,8 @@ def test_one_call_pairs_by_what_a_result_holds_and_says_so() -> None:
 
 
 def test_what_is_left_out_is_said() -> None:
-    for module, place in ((hazards.WholeNumber(), "self.count"), (hazards.Sharing(), "self.work")):
+    left_out = (hazards.WholeNumber(), "self.count"), (hazards.Sharing(), "self.work"), (hazards.InDeque(), "self.line")
+    for module, place in left_out:
         found = infer(module, *two_calls(module))
         assert found.contract is not None and [region.name for region in found.contract.regions] == ["cache"]
         assert any(text.startswith(place) for text in found.ambiguous)
@@ -256,6 +257,14 @@ def test_nothing_of_the_users_is_touched() -> None:
         assert_same(value, before[name], name)
     for mine, theirs in zip(calls[0], given[0], strict=True):
         assert_same(mine, theirs, "an argument")
+
+
+@pytest.mark.parametrize("rebound", [True, False])
+def test_a_parameter_that_a_call_writes_is_put_back(rebound: bool) -> None:
+    module = hazards.WrittenParameter(rebound=rebound)
+    with pytest.raises(ExampleFailed, match="writes the parameter state.*make it a buffer"):
+        infer(module, (frames(8),))
+    assert_same(module.state, torch.zeros(1, 3, C), "the parameter")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from cadence_fx import KeepLast, PromptPlusLast
 from cadence_fx._torch_calls import NotTraced, trace_call
 from cadence_fx.calls import Live, Place, Slot
-from cadence_fx.following import Follower, Frames, Lost, Seen, agree, fitting, frames_by_bytes
+from cadence_fx.following import Follower, Lost, Seen, agree, fitting, frames_by_bytes
+from cadence_fx.joined import Frames
 from cadence_fx.leaves import accessor, kept_numbers, kept_tensors, tensor_paths
 from cadence_fx.retention import Retention
 
