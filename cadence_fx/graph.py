@@ -446,11 +446,15 @@ class GraphPlanner:
                 outputs[output] = received.contiguous() if harmless else received
             elif carry.owns(state):
                 outputs[output] = state.clone()
-        return [same_geometry_copy(o) if self._is_carried(o, i) else o for i, o in enumerate(outputs)]
+        own = {args[i].untyped_storage().data_ptr() for i in self._in_place}
+        return [same_geometry_copy(o) if self._is_carried(o, i, own) else o for i, o in enumerate(outputs)]
 
-    def _is_carried(self, out: Any, index: int) -> bool:
-        """An output that is a view of a carry without being a state would change behind the user's back."""
+    def _is_carried(self, out: Any, index: int, own: Container[int]) -> bool:
+        """An output that is a view of a carry without being a state would change behind the user's back; one of a state
+        that is written in place (whose memory is in ``own``) changes in eager, too."""
         if not isinstance(out, torch.Tensor) or index in self.pairing.outputs.values():
+            return False
+        if out.untyped_storage().data_ptr() in own:
             return False
         return any(c.owns(out) for c in self.program.carries.values())
 

@@ -27,8 +27,8 @@ class OutputRule:
     """How one output is made.
 
     Kinds: "constant" (a non-tensor, the same for the whole class), "fresh" (own memory), "shared" (a view of memory
-    that several outputs share: `group`), "argument" (a view of the caller's own argument `index`), "region" (the new
-    state).
+    that several outputs share: `group`), "itself" (the caller's own argument `index`, as an operator that writes in
+    place returns it), "argument" (a view of that argument), "region" (the new state).
     """
 
     kind: str
@@ -54,7 +54,7 @@ def derive_rules(plan: Plan, static_args: Sequence[Any], outputs: Sequence[Any])
     for i, out in enumerate(outputs):
         if isinstance(out, torch.Tensor) and out.numel():
             homes.setdefault(out.untyped_storage().data_ptr(), []).append(i)
-    states = {use.index for use in plan.regions}
+    moving = {use.index for use in plan.regions if use.output is not None}
     rules: list[OutputRule] = []
     for i, out in enumerate(outputs):
         if i in by_output:
@@ -65,7 +65,9 @@ def derive_rules(plan: Plan, static_args: Sequence[Any], outputs: Sequence[Any])
             geometry: Geometry = (tuple(out.shape), tuple(out.stride()), int(out.storage_offset()))
             home = out.untyped_storage().data_ptr() if out.numel() else -1
             source = memory.get(home)
-            if source is not None and source not in states:
+            if source is not None and out is static_args[source] and source not in moving:
+                rules.append(OutputRule("itself", index=source))
+            elif source is not None and source not in moving:
                 base = static_args[source]
                 geometry = (geometry[0], geometry[1], int(out.storage_offset() - base.storage_offset()))
                 rules.append(OutputRule("argument", index=source, geometry=geometry))
@@ -123,6 +125,8 @@ def hand_out(rules: Sequence[OutputRule], raw: Sequence[Any], args: Sequence[Any
             results.append(use.carry.hand_out(use.next_extent, layout=use.next_layout, shared=use.shared))
         elif kind == "constant":
             results.append(rule.value if static else out)
+        elif kind == "itself":
+            results.append(args[rule.index])
         elif kind == "argument":
             assert rule.geometry is not None
             base = args[rule.index]

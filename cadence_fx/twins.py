@@ -73,7 +73,7 @@ def in_terms_of(
     by_carry = {id(use.carry): use for use in plan.regions}
 
     def rule(old: OutputRule) -> OutputRule:
-        if old.kind == "argument":
+        if old.kind in ("argument", "itself"):
             return dataclasses.replace(old, index=moved[old.index])
         if old.region is not None:
             return dataclasses.replace(old, region=by_carry[id(old.region.carry)])
