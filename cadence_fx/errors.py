@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 
+from cadence_fx._units import counted
+
 
 def nearest_name(name: str, known: Sequence[str]) -> str | None:
     """The known name closest in spelling to ``name``, or None when nothing is close."""
@@ -104,7 +106,7 @@ class AxisOutOfRange(ContractError):
         self.shape = tuple(shape)
         rank = len(self.shape)
         super().__init__(
-            f"axis {axis} is declared, but {accessor!r} has {rank} dimension{'' if rank == 1 else 's'} "
+            f"axis {axis} is declared, but {accessor!r} has {counted(rank, 'dimension')} "
             f"({', '.join(map(str, self.shape))}). Declare an axis from {-rank} to {rank - 1}.",
             field="axis",
             region=region,
@@ -219,7 +221,7 @@ class CatalogTooWide(CadenceError):
         self.width = width
         self.limit = limit
         self.arithmetic = arithmetic
-        count = f"{width:,} classes" if exact else f"more than {limit:,} classes (at most {width:,})"
+        count = counted(width, "class") if exact else f"more than {counted(limit, 'class')} (at most {width:,})"
         super().__init__(
             f"the contract reaches {count}, and max_classes allows {limit:,}: {arithmetic}. "
             "Use a stride closer to the window, declare fewer flush lengths, or raise max_classes."
@@ -413,7 +415,7 @@ class WeightsWritten(CadenceError):
     def __init__(self, names: Sequence[str], kept: int) -> None:
         self.names = tuple(names)
         super().__init__(
-            f"the declared calls write {len(self.names)} parameter{'' if len(self.names) == 1 else 's'}, first "
+            f"the declared calls write {counted(len(self.names), 'parameter')}, first "
             f"{self.names[0]!r}, and warm_up puts back no more than {kept >> 20} MiB of parameters: their values are "
             "no longer those of before. Load the weights again, and keep what the code writes in a buffer, "
             "which is always put back, or declare it as a Region."

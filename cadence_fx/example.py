@@ -24,6 +24,7 @@ from cadence_fx._torch import (
     tree_leaves,
     tree_map_only,
 )
+from cadence_fx._units import counted
 from cadence_fx.binding import Instance, declared_path
 from cadence_fx.catalog import CatalogEntry
 from cadence_fx.contract import Input, Region
@@ -220,7 +221,7 @@ class ExampleCall:
         ]
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         moved = [
-            f"{paths.spell(path)} was given with {leaf.shape[region.frame_axis]} frames and tried with "
+            f"{paths.spell(path)} was given with {counted(leaf.shape[region.frame_axis], 'frame')} and tried with "
             f"{entry.extent_of(region.name)} (start={region.start})"
             for region in self.contract.regions
             if region.persistent and region.frame_axis is not None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from cadence_fx._table import aligned
-from cadence_fx._units import size_text
+from cadence_fx._units import counted, size_text
 from cadence_fx.plan_report import sample
 
 if TYPE_CHECKING:
@@ -18,8 +18,7 @@ _HEAD = ("region", "mode", "stride", "W", "extents", "envelope", "K", "bytes", "
 
 def plan_text(report: PlanReport, table: Table = aligned) -> str:
     """Several lines; ``table`` aligns rows, the first of which is a heading."""
-    count = len(report.callables)
-    lines = [f"plan of {report.name}: {count} callable{'s' * (count != 1)}"]
+    lines = [f"plan of {report.name}: {counted(len(report.callables), 'callable')}"]
     for each in report.callables:
         lines += ["", *_callable(each, table)]
     return "\n".join([*lines, "", *_totals(report, table), *_notes(report)])
@@ -43,7 +42,8 @@ def _callable(each: CallablePlan, table: Table) -> list[str]:
         staged, regions = size_text(each.staging_bytes), size_text(each.frozen_bytes)
         lines.append(f"  replay holds {held}: {staged} staged, {regions} of regions")
     if each.verdict.capturable and each.capture_seconds is not None:
-        lines.append(f"  capture about {each.capture_seconds:.0f} s ({each.operators:,} operators a call)")
+        work = counted(each.operators or 0, "operator")
+        lines.append(f"  capture about {each.capture_seconds:.0f} s ({work} a call)")
     told: set[str] = set()
     for region in each.regions:
         if not region.verdict.capturable:

@@ -17,6 +17,7 @@ from typing import Any
 
 from cadence_fx._torch import backend_error, original_of, patient_tracing
 from cadence_fx._torch_propagation import twice_a_kind
+from cadence_fx._units import counted
 from cadence_fx.catalog import CatalogEntry
 from cadence_fx.errors import ContractError
 from cadence_fx.example import ExampleCall, Variant
@@ -151,7 +152,7 @@ class _Progress:
         elapsed = time.perf_counter() - self._start
         if self._wanted and elapsed > _QUIET_SECONDS:
             print(
-                f"{self._name}: {program.ledger.captures} classes captured in {elapsed:.1f} s, sealed",
+                f"{self._name}: {counted(program.ledger.captures, 'class')} captured in {elapsed:.1f} s, sealed",
                 file=sys.stderr,
                 flush=True,
             )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from cadence_fx._units import counted
 from cadence_fx.cli.named import call, named
 from cadence_fx.cli.output import FAILED, OK, Mistake, one_line, print_json
 from cadence_fx.explain import explain
@@ -72,7 +73,8 @@ def _of_report(path: Path, as_json: bool) -> int:
     if as_json:
         print_json({"name": facts.get("name"), "replays": facts["replays"], "eager": rows})
     else:
-        print("\n".join([f"{one_line(str(facts.get('name')))}: {facts['replays']} replays", *map(_text, rows)]))
+        head = f"{one_line(str(facts.get('name')))}: {counted(facts['replays'], 'replay')}"
+        print("\n".join([head, *map(_text, rows)]))
     return FAILED if facts["misses"] else OK
 
 

@@ -144,7 +144,7 @@ def test_more_classes_than_can_be_counted_are_planned() -> None:
         (CACHE, 3, "captured", "3 extents", ""),
         (CACHE, 2, "too wide", "3 extents, and 2 classes are allowed",
          "a stride of at least 100 frames, or a window of at most 50 frames, or max_classes = 3"),
-        (CACHE, 1, "too wide", "3 extents, and 1 classes are allowed",
+        (CACHE, 1, "too wide", "3 extents, and 1 class is allowed",
          "a window of at most 0 frames, or max_classes = 3"),
         (Region("r", argument="r", axis=0, clock="frame", retention=Ring(8)), 64, "pinned",
          "its extent is always 8", ""),
