@@ -322,8 +322,8 @@ class UnknownFamily(CadenceError):
 
     reason = "unknown_family"
 
-    def __init__(self, found: str, families: Mapping[str, Sequence[str]]) -> None:
-        """``families``: the classes that each family binds."""
+    def __init__(self, found: str, families: Mapping[str, Sequence[str]], *, itself: bool = False) -> None:
+        """``families``: the classes that each family binds; ``itself``: the class was given, and no object of it."""
         self.found = found
         self.families = {name: tuple(classes) for name, classes in families.items()}
         names: dict[str, list[str]] = {}
@@ -332,11 +332,15 @@ class UnknownFamily(CadenceError):
                 names.setdefault(each.rpartition(".")[2], []).append(repr(name))
         near = nearest_name(found.rpartition(".")[2], list(names))
         hint = f" Did you mean a {near}, of {' or '.join(names[near])}?" if near else ""
-        known = "; ".join(f"{name}: {', '.join(classes)}" for name, classes in self.families.items())
-        super().__init__(
-            f"no family binds an object of the class {found!r}.{hint} Known are {known or 'none'}. Bind one of these, "
-            "register a family of your own, or declare a contract for the module that you compile."
-        )
+        given = f"found the class {found!r} itself, and bind() takes an object" if itself else (
+            f"no family binds an object of the class {found!r}")  # fmt: skip
+        known = [f"  {name}: {', '.join(classes)}" for name, classes in self.families.items()]
+        lines = [f"{given}.{hint}", "Known classes, by family:" if known else "Known classes: none", *known]
+        lines += [
+            "Bind an object of one of these, register a family of your own (adapters.register_family),",
+            "or declare a contract for the module that you compile (cadence_fx.declare).",
+        ]
+        super().__init__("\n".join(lines))
 
 
 class VendorMismatch(CadenceError):
@@ -348,8 +352,9 @@ class VendorMismatch(CadenceError):
         """``problems``: what is wrong with the object, for each tested release of each family that has its class."""
         self.found = found
         self.problems = {release: tuple(wrong) for release, wrong in problems.items()}
-        said = "; ".join(f"for {release}: {', '.join(wrong)}" for release, wrong in self.problems.items())
-        super().__init__(f"{found} is none of the tested releases. {said}. Install one of these releases.")
+        said = [f"  for {release}: {', '.join(wrong)}" for release, wrong in self.problems.items()]
+        lines = [f"{found} is none of the tested releases:", *said, "Install one of these releases."]
+        super().__init__("\n".join(lines))
 
 
 class AlreadyBound(ContractError):
