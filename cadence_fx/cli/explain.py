@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,10 @@ exit codes: 0 replayed, or no call missed; 1 some run eager; 2 a mistake
 """
 _MODES = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": torch.enable_grad}
 _MOST_BYTES = 64 << 20  # of a report that is read
+_MISSING = (
+    "--call is missing: {subject} is explained for one call, and --call MODULE:OBJECT names its arguments, "
+    "such as: cadence explain {subject} --call {module}:odd_call"
+)
 _KINDS = ("misses", "refusals", "invalidations")
 
 
@@ -36,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("subject", metavar="FILE|MODULE:OBJECT", help="a report (cadence.report(step).to_json()), or a compiled "
         "callable that its module has warmed up")  # fmt: skip
     add("--call", metavar="MODULE:OBJECT", help="calls the object, which returns the arguments as a tuple, or (args, "
-        "kwargs)")  # fmt: skip
+        "kwargs); needed for a callable")  # fmt: skip
     add("--mode", choices=tuple(_MODES), default="no_grad", help="what the call would be made in (%(default)s)")
     add("--json", action="store_true", help="as JSON")
 
@@ -44,6 +49,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the explanation; 1 when calls run eager."""
     if arguments.call is None:
+        if ":" in arguments.subject and not os.path.exists(arguments.subject):
+            raise Mistake(_MISSING.format(subject=arguments.subject, module=arguments.subject.partition(":")[0]))
         return _of_report(Path(arguments.subject), arguments.json)
     step = named(arguments.subject)
     args, kwargs = call(arguments.call)
@@ -92,8 +99,7 @@ def _read(path: Path) -> dict[str, Any]:
             raise Mistake(f"{path}: larger than {_MOST_BYTES >> 20} MiB, so no report")
         facts = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        hint = "; a callable takes --call MODULE:OBJECT" if ":" in str(path) else ""
-        raise Mistake(f"{path}: cannot be read: {error.strerror}{hint}") from error
+        raise Mistake(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise Mistake(f"{path}: no JSON: {error}") from error
     if not isinstance(facts, dict) or not isinstance(facts.get("replays"), int):

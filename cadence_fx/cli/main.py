@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from importlib import import_module, metadata
 from typing import NoReturn, Protocol, cast
 
+from cadence_fx.cli.named import current_folder
 from cadence_fx.cli.output import FAILED, OK, WRONG_USE, Mistake, aligned, print_error
 from cadence_fx.errors import CadenceError, unknown_name
 
@@ -89,7 +90,8 @@ def _dispatch(words: Sequence[str]) -> int:
     name, *rest = words
     if name.startswith("-"):
         raise Mistake(f"{name} is not an option of cadence itself (see 'cadence --help')")
-    return command(name).run(parser_of(name).parse_args(rest))
+    with current_folder():
+        return command(name).run(parser_of(name).parse_args(rest))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

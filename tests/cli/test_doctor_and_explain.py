@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cadence_fx.cli.main import main
-from cadence_fx.cli.named import named
+from cadence_fx.cli.named import CALL, EXAMPLE, current_folder, named
 
 MODULE = """
 import torch
@@ -52,8 +52,22 @@ def broken():
     raise KeyError("weights")
 
 
+def quits():
+    raise SystemExit(0)
+
+
 def nothing():
     return 3
+
+
+class Risky:
+    value = property(lambda self: 1 / 0)
+
+
+decoder, risky = Decoder(), Risky()
+given = decoder, (torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))
+listed = [*given]
+unnamed = *given, (1,)
 
 
 def odd_call():
@@ -71,6 +85,7 @@ def warm():
     with torch.no_grad():
         cadence.warm_up(step, torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))
 """
+BROKEN = MODULE.splitlines().index('    raise KeyError("weights")') + 1
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +125,8 @@ def test_doctor_of_a_module(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
 
 
 def test_doctor_takes_a_contract_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    named("served:contract").save(tmp_path / "decoder.toml")
+    with current_folder():
+        named("served:contract").save(tmp_path / "decoder.toml")
     assert run("doctor served:clean --contract decoder.toml", capsys)[0] == 0
 
 
@@ -183,15 +199,38 @@ def test_bad_reports(text: str, told: str, capsys: pytest.CaptureFixture[str], t
     "line, told",
     [
         ("doctor served", "expected MODULE:OBJECT, found 'served'"),
-        ("doctor served:broken", "served:broken: KeyError: 'weights'"),
-        ("doctor served:nothing", "served:nothing must return (module, args) or (module, args, kwargs)"),
-        ("doctor served:contract", "served:contract is no function"),
-        ("doctor absent:thing", "absent:thing: ModuleNotFoundError: No module named 'absent'"),
-        ("explain served:step --call served:nothing", "served:nothing must return the arguments as a tuple, or"),
+        ("doctor served:broken", f"served:broken raises KeyError: 'weights' ({{folder}}/served.py:{BROKEN})"),
+        ("doctor served:quits", "served:quits raises SystemExit: 0 ("),
+        ("doctor served:nothing", f"served:nothing must return {EXAMPLE}, found int"),
+        ("doctor served:contract", f"served:contract must return {EXAMPLE}, found Contract"),
+        ("doctor served:unnamed", f"served:unnamed must return {EXAMPLE}, found (Decoder, tuple, tuple)"),
+        ("doctor served:decoder", f"served:decoder is a module (Decoder): name a function that returns {EXAMPLE}"),
+        ("doctor served:Decoder", f"served:Decoder is a class: name a function that returns {EXAMPLE}"),
+        ("doctor served:claen", "served: there is no attribute 'claen'; did you mean 'clean'?"),
+        ("doctor served:decoder.kye", "served: there is no attribute 'kye'; did you mean 'key'?"),
+        ("doctor served:qqqq", "served: there is no attribute 'qqqq' (known: 'Decoder', 'Risky', 'broken', "),
+        ("doctor served:risky.value", "served: value raises ZeroDivisionError: "),
+        ("doctor absent:thing", "absent cannot be imported: ModuleNotFoundError: No module named 'absent'"),
+        ("doctor servd:clean", "servd cannot be imported: ModuleNotFoundError: No module named 'servd'; did you mean "
+         "'served'?"),
+        ("doctor served.py:clean", "served.py cannot be imported: ModuleNotFoundError: No module named 'served.py'; "
+         "'served' is not a package; a module is written 'served'"),
+        ("explain served:step --call served:nothing", f"served:nothing must return {CALL}, found int"),
+        ("explain served:step --call served:odcall",
+         "served: there is no attribute 'odcall'; did you mean 'odd_call'?"),
+        ("explain served:step --call served:decoder",
+         f"served:decoder is a module (Decoder): name a function that returns {CALL}"),
         ("explain served:clean --call served:odd_call", "explain() needs a callable compiled with torch.compile"),
-        ("explain served:step", "served:step: cannot be read: No such file or directory; a callable takes --call"),
+        ("explain served:step", "--call is missing: served:step is explained for one call, and --call MODULE:OBJECT "
+         "names its arguments, such as: cadence explain served:step --call served:odd_call\n"),
+        ("explain served.json", "served.json: cannot be read: No such file or directory\n"),
     ],
-)
-def test_mistakes(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+)  # fmt: skip
+def test_mistakes(line: str, told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, out, err = run(line, capsys)
-    assert code == 2 and not out and err.startswith(f"error: {told}"), err
+    assert code == 2 and not out and err.startswith(f"error: {told}".replace("{folder}", str(tmp_path))), err
+
+
+@pytest.mark.parametrize("name", ["clean()", "given", "listed"])
+def test_an_example_is_a_function_or_what_one_returns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(f"doctor served:{name}", capsys)[0] == 0
