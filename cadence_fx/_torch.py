@@ -168,6 +168,11 @@ def _tensor_nodes(variable: Any, path: tuple[Any, ...]) -> list[tuple[tuple[Any,
 def compile_wrapper_of(compiled: Any) -> Any | None:
     """The object that one `torch.compile` call owns, from what that call returned (or from a module compiled in
     place)."""
+    return next((layer for layer in compile_layers(compiled) if isinstance(layer, CompileWrapper)), None)
+
+
+def compile_layers(compiled: Any) -> Iterator[Any]:
+    """What Dynamo has put around a compiled callable: its context, and each callback down to the backend."""
     if isinstance(compiled, torch.nn.Module) and not isinstance(compiled, OptimizedModule):
         compiled = compiled._compiled_call_impl
     contexts = []
@@ -179,14 +184,13 @@ def compile_wrapper_of(compiled: Any) -> Any | None:
             if hasattr(cell.cell_contents, "callback"):
                 contexts.append(cell.cell_contents)
     for context in contexts:
+        yield context
         inner = context.callback
         while inner is not None:
-            if isinstance(inner, CompileWrapper):
-                return inner
+            yield inner
             inner = getattr(inner, "_torchdynamo_orig_backend", None) or getattr(
                 inner, "_torchdynamo_orig_callable", None
             )
-    return None
 
 
 _OWNER = "cadence_fx.program"
