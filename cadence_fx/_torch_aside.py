@@ -24,11 +24,10 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.types import ConvertFrameReturn
 
-from cadence_fx._torch import compile_layers, compile_wrapper_of, original_of
+from cadence_fx._torch import compile_layers, compile_wrapper_of, original_of, users_line
 from cadence_fx._units import counted
 
 _GRAPH = "__compiled_fn"
-_NOTHING = "torch.compile with fullgraph=True found no compiled frames"
 
 
 def function_of(compiled: Any) -> tuple[types.FunctionType, Any] | None:
@@ -48,6 +47,7 @@ class Standing:
         matched: compiled code for it, of whatever kind.
         limit: in words, the limit that keeps Dynamo from compiling a code for it; None where none does.
         off: in words, what keeps Dynamo from compiling anything; None where nothing does.
+        given_up: Dynamo compiles nothing more of the code, or skips it, for what it has met in an earlier call.
         raises: Dynamo raises where ``limit`` or ``off`` is in the way, and does not run the code as it is.
     """
 
@@ -55,6 +55,7 @@ class Standing:
     matched: bool
     limit: str | None = None
     off: str | None = None
+    given_up: bool = False
     raises: bool = False
 
 
@@ -86,11 +87,8 @@ def standing(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> St
         return Standing(False, False, off="torch._dynamo.config.disable is set")
     limit = _limit(compiled, function, local)
     if limit is not None:
-        one_graph = any(getattr(layer, "_one_graph", False) for layer in compile_layers(compiled))
-        return Standing(False, False, limit, raises=one_graph or config.fail_on_recompile_limit_hit)
-    if not _compiles(function, owner, args, kwargs):
-        return Standing(False, False, off=str(GivenUp()))
-    return Standing(False, False)
+        return Standing(False, False, limit, raises=_is_one_graph(compiled) or config.fail_on_recompile_limit_hit)
+    return Standing(False, False, given_up=not _compiles(function, owner, args, kwargs))
 
 
 def _limit(compiled: Any, function: types.FunctionType, local: dict[str, Any]) -> str | None:
@@ -120,6 +118,11 @@ def _limit(compiled: Any, function: types.FunctionType, local: dict[str, Any]) -
             where = f"{function.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
             return f"Dynamo has compiled {where} {counted(count, 'time')}, and {name} is {most}"
     return None
+
+
+def _is_one_graph(compiled: Any) -> bool:
+    """Whether `torch.compile` was called with `fullgraph=True`."""
+    return any(getattr(layer, "_one_graph", False) for layer in compile_layers(compiled))
 
 
 class _Begun(BaseException):
@@ -238,18 +241,28 @@ def trace_aside(
         raise Told(receive(gm, tuple(map(_as_called, example_inputs))))
 
     dynamic = getattr(compile_wrapper_of(compiled), "dynamic", None)
-    with _history_kept():
+    # Under fullgraph=True Dynamo traces reads of a tensor's value, which break the graph elsewhere.
+    step = torch.compile(target, backend=backend, dynamic=dynamic, fullgraph=_is_one_graph(compiled))
+    with _history_kept(), torch._dynamo.error_on_graph_break(True):
         try:
-            torch.compile(target, backend=backend, dynamic=dynamic, fullgraph=True)(*args, **kwargs)
+            with _unrun(twin.__code__):
+                step(*args, **kwargs)
         except Told as told:
             return told.answer
+        except _Begun:
+            raise LookupError("Dynamo does not look into this code") from None
         except TorchDynamoException as error:
             raise LookupError(_where(error)) from error
-        except RuntimeError as error:  # the frame is one that Dynamo does not look into
-            if not str(error).startswith(_NOTHING):
-                raise
-            raise LookupError(str(error).replace("\n", " ")) from error
     raise LookupError("the call reaches no operator of PyTorch's")
+
+
+def broken_at(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why and where Dynamo breaks the graph of a call; None where it does not."""
+    try:
+        trace_aside(compiled, args, kwargs, lambda gm, flat: None)
+    except LookupError as error:
+        return str(error)
+    return None
 
 
 def _as_called(value: Any) -> Any:
@@ -261,7 +274,7 @@ def _where(error: TorchDynamoException) -> str:
     """The first line of what Dynamo says, and the user's line."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     stack = getattr(error, "real_stack", None)
-    return f"{first} at {stack[-1].filename}:{stack[-1].lineno}" if stack else first
+    return f"{first} at {users_line(stack)}" if stack else first
 
 
 @contextlib.contextmanager

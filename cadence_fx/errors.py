@@ -176,18 +176,27 @@ class RetentionMismatch(ContractError):
 
 
 class WrongModule(ContractError):
-    """A contract that was written for another module than the one being compiled."""
+    """A contract that was written for another module than the one being compiled, or whose module breaks the graph."""
 
     reason = "wrong_module"
 
-    def __init__(self, contract: str, expected: str, found: str) -> None:
+    def __init__(self, contract: str, expected: str, found: str, *, broken: tuple[str, str] | None = None) -> None:
+        """``broken``: the module that the contract does describe, which Dynamo runs as it is, and why and where."""
+        self.contract = contract
         self.expected = expected
         self.found = found
-        super().__init__(
+        self.broken = broken
+        problem = (
             f"the contract {contract!r} describes {expected}, but it was given {found}. "
-            "Compile the module that the contract describes, or pass the contract of this one.",
-            field="name",
+            "Compile the module that the contract describes, or pass the contract of this one."
         )
+        if broken is not None:
+            problem = (
+                f"the contract {contract!r} describes {expected} of {broken[0]}, which Dynamo does not compile: it "
+                f"breaks the graph ({broken[1]}), and compiles {found} by itself. Move what breaks it out of the "
+                "compiled callable; torch.compile(..., fullgraph=True) shows it in full."
+            )
+        super().__init__(problem, field="name")
 
 
 class ContractFileError(ContractError):

@@ -139,14 +139,16 @@ def _explain_program(program: Program, compiled: Any, args: tuple[Any, ...], kwa
     try:
         dynamos = standing(compiled, args, kwargs)
         barred = _barred(dynamos)
-        if barred is not None and dynamos.limit is None:
+        if barred is not None and dynamos.off is not None:
             return _told(program.name, barred)
         find = _intercepted if dynamos.served else _traced
         planner, table, flat = find(program, compiled, args, kwargs)
     except TypeError as error:
         raise ContractError(f"the call does not fit the compiled callable: {error}", field="args") from error
     except (LookupError, CadenceError) as error:
-        return _told(program.name, barred) if barred is not None else _unplaced(program.name, error)
+        if barred is not None and not (dynamos.given_up and isinstance(error, LookupError)):
+            return _told(program.name, barred)
+        return _unplaced(program.name, error)  # a code that breaks is given up, too, and what it calls is not
     with table.alone():
         found = barred or foresee(table, flat)
         if found.outcome == CAPTURE and program.sealed:
@@ -163,6 +165,8 @@ def _barred(dynamos: Standing) -> Foreseen | None:
         miss = Miss("recompile_limit", dynamos.limit)
     elif dynamos.off is not None:
         miss = Miss("dynamo_off", dynamos.off)
+    elif dynamos.given_up:
+        miss = Miss("dynamo_off", str(GivenUp()))
     return None if miss is None else Foreseen(ERROR if dynamos.raises else EAGER, miss)
 
 

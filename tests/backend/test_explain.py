@@ -439,7 +439,8 @@ def test_a_limit_of_dynamos(limit: str, counting: Subject) -> None:
 
 def test_a_limit_raises_where_one_graph_is_asked_for() -> None:
     torch._dynamo.reset()
-    step = torch.compile(Decoder(), backend=cadence_fx.cadence, options={"contract": CACHE}, fullgraph=True)
+    options: Any = {"contract": CACHE}
+    step = torch.compile(Decoder(), backend=cadence_fx.cadence, options=options, fullgraph=True)
     cadence_fx.warm_up(step, noise(), noise())
     with torch._dynamo.config.patch(recompile_limit=1):
         told = cadence_fx.explain(step, noise().double(), noise(4).double())
