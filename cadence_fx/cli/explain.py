@@ -13,7 +13,7 @@ import torch
 
 from cadence_fx._units import counted
 from cadence_fx.cli.named import call, named
-from cadence_fx.cli.output import FAILED, OK, Mistake, one_line, print_json
+from cadence_fx.cli.output import FAILED, OK, Mistake, one_line, print_json, users_output
 from cadence_fx.explain import explain
 from cadence_fx.foresee import CAPTURE, REPLAY
 from cadence_fx.remedies import clause_of, remedy_for
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _of_report(Path(arguments.subject), arguments.json)
     step = named(arguments.subject)
     args, kwargs = call(arguments.call)
-    with _MODES[arguments.mode]():
+    with _MODES[arguments.mode](), users_output():
         told = explain(step, *args, **kwargs)
     if arguments.json:
         print_json(json.loads(told.to_json()))
@@ -95,9 +95,11 @@ def _text(row: Mapping[str, Any]) -> str:
 def _read(path: Path) -> dict[str, Any]:
     """A saved report; nothing in it is executed."""
     try:
-        if path.stat().st_size > _MOST_BYTES:
+        with open(path, "rb") as file:  # it may have no size, as a device or a pipe
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
             raise Mistake(f"{path}: larger than {_MOST_BYTES >> 20} MiB, so no report")
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = json.loads(data.decode())
     except OSError as error:
         raise Mistake(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

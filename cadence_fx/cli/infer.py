@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from cadence_fx.cli.named import call, target
-from cadence_fx.cli.output import FAILED, OK, Mistake, print_json
+from cadence_fx.cli.output import FAILED, OK, Mistake, print_json, users_output
 from cadence_fx.infer import infer
 
 HELP = "The contract of a module from one or two example calls, each fact with how sure it is and the line it is from."
@@ -40,7 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints or writes the contract; 1 when there is none."""
     if arguments.output is not None and Path(arguments.output).suffix not in (".toml", ".json"):
         raise Mistake(f"{arguments.output}: a contract is written to .toml or .json")
-    found = infer(target(arguments.module), *map(call, arguments.call))
+    module, calls = target(arguments.module), [call(each) for each in arguments.call]
+    with users_output():
+        found = infer(module, *calls)
     if arguments.json:
         print_json(found.as_dict())
     elif found.contract is None:

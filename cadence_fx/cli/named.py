@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cadence_fx.cli.output import Mistake, one_line
+from cadence_fx.cli.output import Mistake, one_line, users_output
 from cadence_fx.errors import CadenceError, nearest_name
 from cadence_fx.lines import raised_at
 
@@ -110,8 +110,11 @@ def _kind(value: Any) -> str:
 
 def _imported(name: str) -> Any:
     try:
-        return import_module(name)
-    except (Exception, SystemExit) as error:  # the user's code, which may raise anything
+        with users_output():
+            return import_module(name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the user's code, which may raise anything
         hint = ""
         if isinstance(error, ModuleNotFoundError):
             hint = _module_hint(name, error.name or "")
@@ -147,10 +150,11 @@ def _listed(names: Sequence[str]) -> str:
 
 def _called(reference: str, found: Callable[[], Any]) -> Any:
     try:
-        return found()
-    except (CadenceError, Mistake):
+        with users_output():
+            return found()
+    except (CadenceError, Mistake, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         raise Mistake(f"{reference} raises {_what(error)}") from error
 
 

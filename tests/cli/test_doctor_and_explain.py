@@ -15,6 +15,7 @@ from cadence_fx.cli.main import main
 from cadence_fx.cli.named import CALL, EXAMPLE, current_folder, named
 
 MODULE = """
+import sys
 import torch
 import cadence_fx as cadence
 
@@ -54,6 +55,27 @@ def broken():
 
 def quits():
     raise SystemExit(0)
+
+
+def leaves():
+    def call(x):
+        print("going")
+        sys.exit(3)
+
+    return call, (torch.zeros(1),)
+
+
+def loud():
+    print("loading")
+    return lambda x: print("called"), (torch.zeros(1),)
+
+
+class Odd(BaseException):
+    pass
+
+
+def odd():
+    raise Odd("base")
 
 
 def nothing():
@@ -195,12 +217,30 @@ def test_bad_reports(text: str, told: str, capsys: pytest.CaptureFixture[str], t
     assert code == 2 and not out and err.startswith(f"error: {told}") and err.count("\n") == 1
 
 
+def test_what_the_users_code_prints_is_not_in_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run("doctor served:loud --json", capsys)
+    assert code == 0 and json.loads(out)["module"] == "<lambda>"
+    assert err.splitlines()[0] == "loading" and set(err.splitlines()[1:]) == {"called"}
+
+
+def test_code_that_ends_the_process_is_no_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run("doctor served:leaves", capsys)
+    told = "error: the code that was called ends the process: SystemExit: 3"
+    assert code == 2 and not out and err.splitlines()[-1] == told
+
+
+def test_a_file_without_an_end_is_no_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "report.json").symlink_to("/dev/zero")
+    assert run("explain report.json", capsys) == (2, "", "error: report.json: larger than 64 MiB, so no report\n")
+
+
 @pytest.mark.parametrize(
     "line, told",
     [
         ("doctor served", "expected MODULE:OBJECT, found 'served'"),
         ("doctor served:broken", f"served:broken raises KeyError: 'weights' ({{folder}}/served.py:{BROKEN})"),
         ("doctor served:quits", "served:quits raises SystemExit: 0 ("),
+        ("doctor served:odd", "served:odd raises Odd: base ("),
         ("doctor served:nothing", f"served:nothing must return {EXAMPLE}, found int"),
         ("doctor served:contract", f"served:contract must return {EXAMPLE}, found Contract"),
         ("doctor served:unnamed", f"served:unnamed must return {EXAMPLE}, found (Decoder, tuple, tuple)"),
@@ -208,7 +248,7 @@ def test_bad_reports(text: str, told: str, capsys: pytest.CaptureFixture[str], t
         ("doctor served:Decoder", f"served:Decoder is a class: name a function that returns {EXAMPLE}"),
         ("doctor served:claen", "served: there is no attribute 'claen'; did you mean 'clean'?"),
         ("doctor served:decoder.kye", "served: there is no attribute 'kye'; did you mean 'key'?"),
-        ("doctor served:qqqq", "served: there is no attribute 'qqqq' (known: 'Decoder', 'Risky', 'broken', "),
+        ("doctor served:qqqq", "served: there is no attribute 'qqqq' (known: 'Decoder', 'Odd', 'Risky', "),
         ("doctor served:risky.value", "served: value raises ZeroDivisionError: "),
         ("doctor absent:thing", "absent cannot be imported: ModuleNotFoundError: No module named 'absent'"),
         ("doctor servd:clean", "servd cannot be imported: ModuleNotFoundError: No module named 'servd'; did you mean "
