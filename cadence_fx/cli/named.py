@@ -127,7 +127,9 @@ def _module_hint(name: str, missing: str) -> str:
         return f"; a module is written {dotted!r}"
     if not name.startswith(missing) or "." in missing:
         return ""
-    near = nearest_name(missing, [found.name for found in pkgutil.iter_modules([""])])
+    near = None
+    with contextlib.suppress(OSError):  # the current folder may be gone
+        near = nearest_name(missing, [found.name for found in pkgutil.iter_modules([os.getcwd()])])
     return f"; did you mean {near + name.removeprefix(missing)!r}?" if near else ""
 
 

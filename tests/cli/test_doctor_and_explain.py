@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -274,3 +276,28 @@ def test_mistakes(line: str, told: str, capsys: pytest.CaptureFixture[str], tmp_
 @pytest.mark.parametrize("name", ["clean()", "given", "listed"])
 def test_an_example_is_a_function_or_what_one_returns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(f"doctor served:{name}", capsys)[0] == 0
+
+
+def test_the_page_shows_what_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/doctor.md").read_text()
+    found, step, *_ = re.findall(r"```python\n(.+?)```", page, re.DOTALL)
+    shown = re.findall(r"```text\n(.+?)```", page, re.DOTALL)
+    hazards, told = (block for block in shown if "cadence " not in block)
+    module, _, _ = found.partition("with torch.no_grad():\n    found")
+    example = "def example():\n    return Decoder(), (torch.randn(1, 2, 8), torch.randn(1, 2, 8))\n"
+    (tmp_path / "decoder.py").write_text(module + example + "contract.save('decoder.toml')\n")
+    try:
+        assert run("doctor decoder:example", capsys)[0] == 1
+        code, out, _ = run("doctor decoder:example --contract decoder.toml", capsys)
+    finally:
+        sys.modules.pop("decoder", None)
+    assert code == 1 and out.replace(f"{tmp_path}/", "").endswith(hazards)
+    (tmp_path / "explained.py").write_text(module + step)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        importlib.import_module("explained")
+    finally:
+        sys.modules.pop("explained", None)
+    assert capsys.readouterr().out == told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,3 +119,20 @@ def test_the_verb_and_the_command_find_the_same(capsys: pytest.CaptureFixture[st
     assert main(["infer", f"{NAME}:decoder", *FIRST, "--json"]) == 0
     module = sys.modules[NAME]
     assert json.loads(capsys.readouterr().out) == infer(module.decoder, module.first).as_dict()
+
+
+def test_the_page_shows_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/infer.md").read_text()
+    code, _, call = re.findall(r"```python\n(.+?)```", page, re.DOTALL)[0].partition("decoder = Decoder()\n")
+    assert call.startswith("found = cadence.infer(decoder, (torch.randn(1, 4, 8), torch.zeros(1, 4, 8)))\n")
+    first = "model, first = Decoder(), (torch.randn(1, 4, 8), torch.zeros(1, 4, 8))\n"
+    (tmp_path / "decoder.py").write_text(code + first)
+    try:
+        assert main(["infer", "decoder:model", "--call", "decoder:first"]) == 0
+    finally:
+        sys.modules.pop("decoder", None)
+    printed = capsys.readouterr().out.splitlines()
+    shown = re.findall(r"```text\n(.+?)```", page, re.DOTALL)[0].splitlines()
+    for line, expected in zip(printed, shown, strict=False):
+        start, cut, _ = expected.partition("...")
+        assert line.startswith(start) if cut else line == expected
