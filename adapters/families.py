@@ -216,10 +216,11 @@ def family_of(given: Any) -> tuple[Family, Release]:
         UnknownFamily: its class, and every base class of it, is of no family.
         VendorMismatch: one is, but neither version nor methods are those of a tested release.
     """
-    kind = type(given)
-    found = [(family, named) for family in FAMILIES for named in _named(kind, family)]
+    itself = isinstance(given, type)
+    kind = given if itself else type(given)
+    found = [] if itself else [(family, named) for family in FAMILIES for named in _named(kind, family)]
     if not found:
-        raise UnknownFamily(_name(kind), {family.name: family.classes for family in FAMILIES})
+        raise UnknownFamily(_name(kind), {family.name: family.classes for family in FAMILIES}, itself=itself)
     problems = {}
     for family, named in found:
         for release in family.releases:

@@ -6,6 +6,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from fractions import Fraction
 from typing import Literal, get_args
 
+from cadence_fx._units import counted
 from cadence_fx.clock import check_count, check_ratio, scale
 from cadence_fx.errors import ContractError
 from cadence_fx.paths import parse, spell
@@ -210,7 +211,8 @@ class Region:
         frames = scale(advance, self.growth)
         if frames is None:
             raise ContractError(
-                f"{advance} ticks of {self.clock!r} at {self.growth} frames a tick are not a whole number of frames",
+                f"{counted(advance, 'tick')} of {self.clock!r} at {self.growth} frames a tick are no whole "
+                "number of frames",
                 field="growth",
                 region=self.name,
             )
@@ -250,8 +252,8 @@ class Input:
         scaled = scale(advance, self.rate)
         if scaled is None or scaled + self.offset < 0:
             raise ContractError(
-                f"{self.argument!r} axis {self.axis}: {self.offset} + {self.rate} x {advance} ticks of {self.clock!r} "
-                "is not a size",
+                f"{self.argument!r} axis {self.axis}: {self.offset} + {self.rate} x {counted(advance, 'tick')} of "
+                f"{self.clock!r} is not a size",
                 field="offset" if scaled is not None else "rate",
             )
         return scaled + self.offset

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -111,12 +113,38 @@ def compile_site() -> CompileSite:
     return site
 
 
-def _last_break(filename: str) -> str | None:
-    """Why and at which line Dynamo last broke a graph in a file."""
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def users_line(stack: Sequence[traceback.FrameSummary]) -> str:
+    """`file:line` of the innermost frame that is not PyTorch's, or of the innermost one."""
+    frame = next((each for each in reversed(stack) if not each.filename.startswith(_TORCH)), stack[-1])
+    return f"{frame.filename}:{frame.lineno}"
+
+
+def _last_break(filename: str, begins: str | None = None) -> str | None:
+    """Why and at which line Dynamo last broke a graph in a file, or the one that begins with a code of it."""
     for reason in reversed(graph_break_reasons):
-        if reason.user_stack and reason.user_stack[-1].filename == filename:
-            return f"{reason.reason.splitlines()[0]} at {filename}:{reason.user_stack[-1].lineno}"
+        stack = reason.user_stack
+        if not stack:
+            continue
+        where = (stack[-1].filename, None) if begins is None else (stack[0].filename, stack[0].name)
+        if where == (filename, begins):
+            return f"{reason.reason.splitlines()[0]} at {users_line(stack)}"
     return None
+
+
+def running_modules() -> Iterator[tuple[torch.nn.Module, str]]:
+    """The modules whose methods are running, innermost first, each with a place: that at which Dynamo has broken the
+    method's graph, or else the line that is running. They call what is being compiled, and are run as they are."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(owner, torch.nn.Module) and not code.co_filename.startswith(_TORCH):
+            broken = _last_break(code.co_filename, code.co_name)
+            yield owner, broken or f"in {code.co_name} at {code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
 
 
 def _read_results(output: OutputGraph, breaks: bool, site: CompileSite) -> None:
@@ -168,6 +196,11 @@ def _tensor_nodes(variable: Any, path: tuple[Any, ...]) -> list[tuple[tuple[Any,
 def compile_wrapper_of(compiled: Any) -> Any | None:
     """The object that one `torch.compile` call owns, from what that call returned (or from a module compiled in
     place)."""
+    return next((layer for layer in compile_layers(compiled) if isinstance(layer, CompileWrapper)), None)
+
+
+def compile_layers(compiled: Any) -> Iterator[Any]:
+    """What Dynamo has put around a compiled callable: its context, and each callback down to the backend."""
     if isinstance(compiled, torch.nn.Module) and not isinstance(compiled, OptimizedModule):
         compiled = compiled._compiled_call_impl
     contexts = []
@@ -179,14 +212,13 @@ def compile_wrapper_of(compiled: Any) -> Any | None:
             if hasattr(cell.cell_contents, "callback"):
                 contexts.append(cell.cell_contents)
     for context in contexts:
+        yield context
         inner = context.callback
         while inner is not None:
-            if isinstance(inner, CompileWrapper):
-                return inner
+            yield inner
             inner = getattr(inner, "_torchdynamo_orig_backend", None) or getattr(
                 inner, "_torchdynamo_orig_callable", None
             )
-    return None
 
 
 _OWNER = "cadence_fx.program"

@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them."""
+"""Amounts as people write them: of memory, and of anything else that is counted."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from fractions import Fraction
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([kmgt]?)(i?)b?\Z", re.IGNORECASE)
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 class``, ``0 axes``, ``2,001 frames``: a number of things whose name, in the singular, is ``noun``."""
+    plural = noun.removesuffix("is") + "es" if noun.endswith(("s", "x", "ch")) else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural}"
 
 
 def size_text(count: int) -> str:

@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import sympy
 
+from cadence_fx._units import counted
 from cadence_fx.errors import ContractError
 
 
@@ -128,7 +129,7 @@ class Clock:
     def describe(self) -> str:
         """One line of text: ``frames: 50 a call, flush 2..56``."""
         if self.period is not None:
-            return f"{self.name}: {self.period} ticks inside every call"
+            return f"{self.name}: {counted(self.period, 'tick')} inside every call"
         text = f"{self.name}: {self.stride} a call" if self.is_base else f"{self.name}: {self.rate} x {self.of}"
         if self.lookahead:
             text += f", look-ahead {self.lookahead}"

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from itertools import product
 
+from cadence_fx._units import counted
 from cadence_fx.calls import Slot
 from cadence_fx.following import Lost, Policy, Seen, agree, fitting
 from cadence_fx.joined import Frames, Joined
@@ -83,9 +84,9 @@ def deduce(walk: Walk, slot: Slot) -> Deduced:
     if slot in walk.unbounded:
         step = shapes[-1][1][axis] - shapes[-1][0][axis]
         reached = walk.unbounded[slot][axis]
-        until = f"; at {reached} frames and more, {walk.ended}" if walk.ended else ""
+        until = f"; at {counted(reached, 'frame')} and more, {walk.ended}" if walk.ended else ""
         raise undeclarable(
-            f"unbounded: it grows by {step} frames a call along axis {axis}, followed to {reached}{until}"
+            f"unbounded: it grows by {counted(step, 'frame')} a call along axis {axis}, followed to {reached}{until}"
         )
     if not walk.settled:
         raise undeclarable("its extent does not settle, and does not grow steadily")
@@ -225,7 +226,7 @@ def _constant(walk: Walk, slot: Slot, calls: Sequence[Visit], line: str | None) 
     for axis, size in enumerate(shape):
         added = _ring_step([visit.read.get((slot, axis)) for visit in calls])
         if in_place and added:
-            why = f"each call overwrites the {added} oldest of {size} frames, in turn"
+            why = f"each call overwrites the {added} oldest of {counted(size, 'frame')}, in turn"
             traced = [visit.graph[slot, axis] for visit in calls if (slot, axis) in visit.graph]
             if traced and not any(isinstance(graph, Lost) for graph in traced):
                 why += "; Python counts its position, so that each one is a graph of its own"

@@ -11,6 +11,7 @@ import json
 from typing import Any
 
 from cadence_fx._torch import CompileSite, compile_wrapper_of, module_of, original_of
+from cadence_fx._units import counted
 from cadence_fx.backend import contract_of
 from cadence_fx.contract import Contract
 from cadence_fx.environment import Environment, environment
@@ -67,7 +68,7 @@ class Diagnosis:
         if not self.hazards:
             return [f"{self.module}: no known hazards"]
         stopping = sum(each.stops for each in self.hazards)
-        found = "1 hazard" if len(self.hazards) == 1 else f"{len(self.hazards)} hazards"
+        found = counted(len(self.hazards), "hazard")
         lines = [f"{self.module}: {found}, of which {stopping or 'none'} in the way of capture"]
         for each in self.hazards:
             lines.append(f"{_mark(each.stops)} {each.kind}: {each.what}")

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 
+from cadence_fx._units import counted
+
 
 def nearest_name(name: str, known: Sequence[str]) -> str | None:
     """The known name closest in spelling to ``name``, or None when nothing is close."""
@@ -104,7 +106,7 @@ class AxisOutOfRange(ContractError):
         self.shape = tuple(shape)
         rank = len(self.shape)
         super().__init__(
-            f"axis {axis} is declared, but {accessor!r} has {rank} dimension{'' if rank == 1 else 's'} "
+            f"axis {axis} is declared, but {accessor!r} has {counted(rank, 'dimension')} "
             f"({', '.join(map(str, self.shape))}). Declare an axis from {-rank} to {rank - 1}.",
             field="axis",
             region=region,
@@ -174,18 +176,27 @@ class RetentionMismatch(ContractError):
 
 
 class WrongModule(ContractError):
-    """A contract that was written for another module than the one being compiled."""
+    """A contract that was written for another module than the one being compiled, or whose module breaks the graph."""
 
     reason = "wrong_module"
 
-    def __init__(self, contract: str, expected: str, found: str) -> None:
+    def __init__(self, contract: str, expected: str, found: str, *, broken: tuple[str, str] | None = None) -> None:
+        """``broken``: the module that the contract does describe, which Dynamo runs as it is, and why and where."""
+        self.contract = contract
         self.expected = expected
         self.found = found
-        super().__init__(
+        self.broken = broken
+        problem = (
             f"the contract {contract!r} describes {expected}, but it was given {found}. "
-            "Compile the module that the contract describes, or pass the contract of this one.",
-            field="name",
+            "Compile the module that the contract describes, or pass the contract of this one."
         )
+        if broken is not None:
+            problem = (
+                f"the contract {contract!r} describes {expected} of {broken[0]}, which Dynamo does not compile: it "
+                f"breaks the graph ({broken[1]}), and compiles {found} by itself. Move what breaks it out of the "
+                "compiled callable; torch.compile(..., fullgraph=True) shows it in full."
+            )
+        super().__init__(problem, field="name")
 
 
 class ContractFileError(ContractError):
@@ -219,7 +230,7 @@ class CatalogTooWide(CadenceError):
         self.width = width
         self.limit = limit
         self.arithmetic = arithmetic
-        count = f"{width:,} classes" if exact else f"more than {limit:,} classes (at most {width:,})"
+        count = counted(width, "class") if exact else f"more than {counted(limit, 'class')} (at most {width:,})"
         super().__init__(
             f"the contract reaches {count}, and max_classes allows {limit:,}: {arithmetic}. "
             "Use a stride closer to the window, declare fewer flush lengths, or raise max_classes."
@@ -320,8 +331,8 @@ class UnknownFamily(CadenceError):
 
     reason = "unknown_family"
 
-    def __init__(self, found: str, families: Mapping[str, Sequence[str]]) -> None:
-        """``families``: the classes that each family binds."""
+    def __init__(self, found: str, families: Mapping[str, Sequence[str]], *, itself: bool = False) -> None:
+        """``families``: the classes that each family binds; ``itself``: the class was given, and no object of it."""
         self.found = found
         self.families = {name: tuple(classes) for name, classes in families.items()}
         names: dict[str, list[str]] = {}
@@ -330,11 +341,15 @@ class UnknownFamily(CadenceError):
                 names.setdefault(each.rpartition(".")[2], []).append(repr(name))
         near = nearest_name(found.rpartition(".")[2], list(names))
         hint = f" Did you mean a {near}, of {' or '.join(names[near])}?" if near else ""
-        known = "; ".join(f"{name}: {', '.join(classes)}" for name, classes in self.families.items())
-        super().__init__(
-            f"no family binds an object of the class {found!r}.{hint} Known are {known or 'none'}. Bind one of these, "
-            "register a family of your own, or declare a contract for the module that you compile."
-        )
+        given = f"found the class {found!r} itself, and bind() takes an object" if itself else (
+            f"no family binds an object of the class {found!r}")  # fmt: skip
+        known = [f"  {name}: {', '.join(classes)}" for name, classes in self.families.items()]
+        lines = [f"{given}.{hint}", "Known classes, by family:" if known else "Known classes: none", *known]
+        lines += [
+            "Bind an object of one of these, register a family of your own (adapters.register_family),",
+            "or declare a contract for the module that you compile (cadence_fx.declare).",
+        ]
+        super().__init__("\n".join(lines))
 
 
 class VendorMismatch(CadenceError):
@@ -346,8 +361,9 @@ class VendorMismatch(CadenceError):
         """``problems``: what is wrong with the object, for each tested release of each family that has its class."""
         self.found = found
         self.problems = {release: tuple(wrong) for release, wrong in problems.items()}
-        said = "; ".join(f"for {release}: {', '.join(wrong)}" for release, wrong in self.problems.items())
-        super().__init__(f"{found} is none of the tested releases. {said}. Install one of these releases.")
+        said = [f"  for {release}: {', '.join(wrong)}" for release, wrong in self.problems.items()]
+        lines = [f"{found} is none of the tested releases:", *said, "Install one of these releases."]
+        super().__init__("\n".join(lines))
 
 
 class AlreadyBound(ContractError):
@@ -413,7 +429,7 @@ class WeightsWritten(CadenceError):
     def __init__(self, names: Sequence[str], kept: int) -> None:
         self.names = tuple(names)
         super().__init__(
-            f"the declared calls write {len(self.names)} parameter{'' if len(self.names) == 1 else 's'}, first "
+            f"the declared calls write {counted(len(self.names), 'parameter')}, first "
             f"{self.names[0]!r}, and warm_up puts back no more than {kept >> 20} MiB of parameters: their values are "
             "no longer those of before. Load the weights again, and keep what the code writes in a buffer, "
             "which is always put back, or declare it as a Region."

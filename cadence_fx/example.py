@@ -24,6 +24,8 @@ from cadence_fx._torch import (
     tree_leaves,
     tree_map_only,
 )
+from cadence_fx._torch_aside import GivenUp, broken_at, standing
+from cadence_fx._units import counted
 from cadence_fx.binding import Instance, declared_path
 from cadence_fx.catalog import CatalogEntry
 from cadence_fx.contract import Input, Region
@@ -220,7 +222,7 @@ class ExampleCall:
         ]
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         moved = [
-            f"{paths.spell(path)} was given with {leaf.shape[region.frame_axis]} frames and tried with "
+            f"{paths.spell(path)} was given with {counted(leaf.shape[region.frame_axis], 'frame')} and tried with "
             f"{entry.extent_of(region.name)} (start={region.start})"
             for region in self.contract.regions
             if region.persistent and region.frame_axis is not None
@@ -265,7 +267,22 @@ class ExampleCall:
                 )
             if reason != "undeclared_extents":
                 raise NotServed(entry, reason, "; ".join(ledger.details.get(reason, {})))
+        if not ledger.misses:  # the call has not come before the backend
+            self._blame_dynamo(entry)
         raise CatalogMismatch([entry])
+
+    def _blame_dynamo(self, entry: CatalogEntry) -> None:
+        """Say so if Dynamo compiles nothing for the example call, or cannot make one graph of it."""
+        given = inspect.BoundArguments(self.signature, dict(self.example))  # type: ignore[arg-type]
+        dynamos = standing(self.compiled, given.args, given.kwargs)
+        for reason, detail in (("recompile_limit", dynamos.limit), ("dynamo_off", dynamos.off)):
+            if detail is not None:
+                raise NotServed(entry, reason, detail)
+        broken = broken_at(self.compiled, given.args, given.kwargs)
+        if broken is not None:
+            raise NotServed(entry, "not_traceable", f"Dynamo breaks the graph: {broken}")
+        if dynamos.given_up:
+            raise NotServed(entry, "dynamo_off", str(GivenUp()))
 
     def _refuse_unexplained(self) -> None:
         """In the declared stream only declared sizes vary; an axis that the user has marked dynamic must be declared.

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cadence_fx._torch import compile_site
-from cadence_fx._torch_aside import Told, is_served, trace_aside
+from cadence_fx._torch_aside import GivenUp, Standing, Told, answer_of, standing, trace_aside
 from cadence_fx.errors import CadenceError, ContractError, StaleState
 from cadence_fx.foresee import CAPTURE, EAGER, ERROR, REPLAY, Foreseen, blocked, foresee
 from cadence_fx.generators import Generators, all_sources
@@ -135,22 +135,48 @@ def _named(table: ReplayTable, key: tuple[Any, ...]) -> dict[str, tuple[Any, ...
 def _explain_program(program: Program, compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
     if is_off():
         return _told(program.name, Foreseen(EAGER, Miss("disabled")))
+    barred = None
     try:
-        find = _intercepted if is_served(compiled, args, kwargs) else _traced
+        dynamos = standing(compiled, args, kwargs)
+        barred = _barred(dynamos)
+        if barred is not None and dynamos.off is not None:
+            return _told(program.name, barred)
+        find = _intercepted if dynamos.served else _traced
         planner, table, flat = find(program, compiled, args, kwargs)
     except TypeError as error:
         raise ContractError(f"the call does not fit the compiled callable: {error}", field="args") from error
-    except LookupError as error:
-        return Explanation(program.name, UNKNOWN, detail=str(error))
-    except CadenceError as error:  # the declaration does not fit the code
-        return _told(program.name, Foreseen(ERROR, Miss(error.reason, str(error))))
+    except (LookupError, CadenceError) as error:
+        if barred is not None and not (dynamos.given_up and isinstance(error, LookupError)):
+            return _told(program.name, barred)
+        return _unplaced(program.name, error)  # a code that breaks is given up, too, and what it calls is not
     with table.alone():
-        found = foresee(table, flat)
+        found = barred or foresee(table, flat)
         if found.outcome == CAPTURE and program.sealed:
             found = _planned(program, planner.for_trial(), flat)
         known = [(str(point), each) for point, signatures in program.signatures.items() for each in signatures]
         mine = planner.signature(flat) if _is_keyed(found) else {}
     return _told(program.name, found, known, mine, table.names, flat)
+
+
+def _barred(dynamos: Standing) -> Foreseen | None:
+    """What becomes of a call that Dynamo does not bring before the backend, and so is in no count."""
+    miss = None
+    if dynamos.limit is not None:
+        miss = Miss("recompile_limit", dynamos.limit)
+    elif dynamos.off is not None:
+        miss = Miss("dynamo_off", dynamos.off)
+    elif dynamos.given_up:
+        miss = Miss("dynamo_off", str(GivenUp()))
+    return None if miss is None else Foreseen(ERROR if dynamos.raises else EAGER, miss)
+
+
+def _unplaced(name: str, error: LookupError | CadenceError) -> Explanation:
+    """Of a call whose graph cannot be told."""
+    if isinstance(error, GivenUp):
+        return _told(name, Foreseen(EAGER, Miss("dynamo_off", str(error))))
+    if isinstance(error, CadenceError):  # the declaration does not fit the code
+        return _told(name, Foreseen(ERROR, Miss(error.reason, str(error))))
+    return Explanation(name, UNKNOWN, detail=str(error))
 
 
 def _intercepted(program: Program, compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Place:
@@ -164,12 +190,9 @@ def _intercepted(program: Program, compiled: Any, args: tuple[Any, ...], kwargs:
 
     program.auditor = asked
     try:
-        compiled(*args, **kwargs)
-    except Told as told:
-        return told.answer  # type: ignore[no-any-return]
+        return answer_of(compiled, args, kwargs)  # type: ignore[no-any-return]
     finally:
         program.auditor = before
-    raise LookupError("the call ended before its first graph")
 
 
 def _traced(program: Program, compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Place:

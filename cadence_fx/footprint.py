@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 
 from cadence_fx._region import Region
+from cadence_fx._units import counted
 from cadence_fx.clock import check_count
 from cadence_fx.errors import ContractError, unknown_name
 
@@ -74,7 +75,8 @@ class Footprint:
         expected: dict[int, str] = {}
         for axis, clock in named.items():
             if not -rank <= axis < rank:
-                raise ContractError(f"axis {axis} follows {clock!r}, and the shape has {rank} axes", field="shape",
+                has = counted(rank, "axis")
+                raise ContractError(f"axis {axis} follows {clock!r}, and the shape has {has}", field="shape",
                                     region=region)  # fmt: skip
             expected[axis % rank] = clock
         for axis, size in enumerate(self.shape):

@@ -26,7 +26,7 @@ from cadence_fx.errors import ContractError
 from cadence_fx.generators import Generators, Source, all_sources, same_state
 from cadence_fx.hazard import Hazard, hazard
 from cadence_fx.layout import same_geometry_copy
-from cadence_fx.lines import LineWatch, is_users
+from cadence_fx.lines import LineWatch, is_users, raised_at
 from cadence_fx.parking import awake
 from cadence_fx.program import Program
 from cadence_fx.python_state import PythonState
@@ -169,7 +169,7 @@ class _Examination:
             return [*found, *operators.found.values()]
         except Exception as error:
             what = f"the example call raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            return [*found, *operators.found.values(), hazard("raises", what.rstrip(": "), _raised_at(error))]
+            return [*found, *operators.found.values(), hazard("raises", what.rstrip(": "), raised_at(error))]
         found += [
             *watched.found.values(),
             *operators.found.values(),
@@ -274,12 +274,3 @@ def _buffers(module: torch.nn.Module | None, name: str) -> Sequence[str]:
         return ()
     owner = name.removeprefix("self.").rpartition(".")[0]
     return tuple(module.get_submodule(owner)._buffers)
-
-
-def _raised_at(error: BaseException) -> str | None:
-    place, trace = None, error.__traceback__
-    while trace is not None:
-        if is_users(trace.tb_frame.f_code.co_filename):
-            place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return place

@@ -9,6 +9,7 @@ import torch
 
 from cadence_fx import paths
 from cadence_fx._torch import original_of
+from cadence_fx._units import counted
 from cadence_fx.assemble import Assembled, assemble
 from cadence_fx.calls import Arguments, Live, Place, Slot
 from cadence_fx.confirm import confirm
@@ -173,12 +174,11 @@ class _Inference:
     @staticmethod
     def _checked(contract: Contract, walk: Walk) -> str:
         width = contract.width()
-        calls = len(walk.visits)
+        calls = counted(len(walk.visits), "call")
         if walk.jumped:
-            return f"{calls} calls with other data, about the start and the bound; {width} classes were not all met"
-        return (
-            f"{calls} calls with other data; extents, kept frames and all {width.classes} classes of the catalog agree"
-        )
+            return f"{calls} with other data, about the start and the bound; {width} classes were not all met"
+        every = "the one class" if width.classes == 1 else f"all {width.classes} classes"
+        return f"{calls} with other data; extents, kept frames and {every} of the catalog agree"
 
 
 def _result(slot: Slot) -> str:
@@ -219,7 +219,7 @@ def _facts(name: str, states: Sequence[Deduced], growth: Growth | None) -> list[
         Fact(name, "start", str(state.start), OBSERVED, "as in the example", None),
     ]
     if growth is not None:
-        until = f", up to {growth.until} frames in all" if growth.until is not None else ""
+        until = f", up to {counted(growth.until, 'frame')} in all" if growth.until is not None else ""
         facts.append(Fact(name, "growth", f"{state.added} a call", PROVED, f"{growth}{until}", line))
     elif state.added:
         why = "a graph joins as many with those before, and then cuts" if state.joined is not None else ""

@@ -35,6 +35,16 @@ def user_line(skip: int = 1) -> str | None:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else None
 
 
+def raised_at(error: BaseException) -> str | None:
+    """`file:line` of the innermost frame of the user's that an error has come through."""
+    place, trace = None, error.__traceback__
+    while trace is not None:
+        if is_users(trace.tb_frame.f_code.co_filename):
+            place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place
+
+
 class LineWatch:
     """Runs code and looks, after each line of the user's, which of some things have become others.
 

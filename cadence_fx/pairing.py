@@ -13,6 +13,7 @@ from typing import Any
 from torch import fx
 
 from cadence_fx._torch import CompileSite
+from cadence_fx._units import counted
 from cadence_fx.binding import Binding, Instance
 from cadence_fx.catalog import CatalogEntry
 from cadence_fx.errors import RetentionMismatch
@@ -97,5 +98,5 @@ def _mismatch(
     instance: Instance, point: CatalogEntry, args: Sequence[Any], found: list[int], node: fx.Node
 ) -> RetentionMismatch:
     extent, following, advance = extents(instance, point, args)
-    declared = f"{instance.region.retention.describe()} ({extent} frames + {advance} new -> {following})"
+    declared = f"{instance.region.retention.describe()} ({counted(extent, 'frame')} + {advance} new -> {following})"
     return RetentionMismatch(instance.name, declared, f"a state of shape {found}", location(node))

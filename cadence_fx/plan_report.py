@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -73,11 +74,12 @@ class RegionPlan:
 
 @dataclass(frozen=True, slots=True)
 class InputPlan:
-    """One staged argument: its bytes in a normal call, at most, and in the buffers of all classes together."""
+    """One staged argument: its bytes in a normal call, at most, and in the buffers of all classes together; None where
+    no shape is known."""
 
     name: str
-    bytes: int
-    most_bytes: int
+    bytes: int | None
+    most_bytes: int | None
     staging_bytes: int | None
 
 
@@ -100,8 +102,10 @@ class CallablePlan:
 
     @property
     def staging_bytes(self) -> int | None:
-        """Of the buffers of all classes; None where it has no number of classes."""
+        """Of the buffers of all classes; None where it has no number of classes, or nothing is known of bytes."""
         staged = [entry.staging_bytes for entry in self.inputs]
+        if not staged and self.regions and all(region.bytes is None for region in self.regions):
+            return None
         return None if self.classes is None or None in staged else sum(filter(None, staged))
 
     @property
@@ -121,6 +125,12 @@ class CallablePlan:
             "inputs": [{"name": i.name, "bytes": i.bytes, "most_bytes": i.most_bytes,
                         "staging_bytes": i.staging_bytes} for i in self.inputs],
         }  # fmt: skip
+
+
+def _known(amounts: Sequence[int | None]) -> int | None:
+    """The sum of those amounts that are known; None where there are some and none is known."""
+    known = [amount for amount in amounts if amount is not None]
+    return sum(known) if known or not amounts else None
 
 
 def _verdict(verdict: Verdict) -> dict[str, str]:
@@ -150,48 +160,62 @@ class PlanReport:
     def classes(self) -> int:
         return sum(each.classes or 0 for each in self.callables if each.verdict.capturable)
 
-    @cached_property
-    def staging_bytes(self) -> int:
-        return sum(each.staging_bytes or 0 for each in self.callables if each.verdict.capturable)
+    def _staging(self) -> list[int | None]:
+        """Bytes that each callable stages which is captured."""
+        return [each.staging_bytes for each in self.callables if each.verdict.capturable]
 
-    def _regions(self, shared: bool) -> list[tuple[int, int]]:
-        """Bytes as declared and as shipped of each region whose shape is known."""
+    @cached_property
+    def staging_bytes(self) -> int | None:
+        """None where it is not known of any callable that is captured, as are the sums below of which nothing is."""
+        return _known(self._staging())
+
+    def _regions(self, shared: bool) -> list[tuple[int | None, int | None]]:
+        """Bytes as declared and as shipped of each region."""
         found = []
         for each in self.callables:
             for region in each.regions:
-                if region.shared == shared and (region.bytes is not None or region.stock_bytes is not None):
-                    stock = region.stock_bytes if region.stock_bytes is not None else region.bytes or 0
+                if region.shared == shared:
+                    stock = region.stock_bytes if region.stock_bytes is not None else region.bytes
                     sized = each.verdict.capturable and region.mode != "constant"  # else it is left as shipped
-                    declared = region.bytes if region.bytes is not None and sized else stock
-                    found.append((declared, stock))
+                    found.append((region.bytes if region.bytes is not None and sized else stock, stock))
         return found
 
     @cached_property
-    def shared_bytes(self) -> int:
+    def shared_bytes(self) -> int | None:
         """Weights, staging and workspaces: there once, however many sessions take turns."""
-        return (self.weights or 0) + self.staging_bytes + sum(declared for declared, _ in self._regions(True))
+        return _known([self.weights, self.staging_bytes, *(declared for declared, _ in self._regions(True))])
 
     @cached_property
-    def session_bytes(self) -> int:
+    def session_bytes(self) -> int | None:
         """The state of one session."""
-        return sum(declared for declared, _ in self._regions(False))
+        return _known([declared for declared, _ in self._regions(False)])
 
     @cached_property
-    def stock_shared_bytes(self) -> int:
-        return (self.weights or 0) + sum(stock for _, stock in self._regions(True))
+    def stock_shared_bytes(self) -> int | None:
+        return _known([self.weights, *(stock for _, stock in self._regions(True))])
 
     @cached_property
-    def stock_session_bytes(self) -> int:
-        return sum(stock for _, stock in self._regions(False))
+    def stock_session_bytes(self) -> int | None:
+        return _known([stock for _, stock in self._regions(False)])
 
     @property
-    def peak_bytes(self) -> int:
-        """Resident with one session."""
-        return self.shared_bytes + self.session_bytes
+    def peak_bytes(self) -> int | None:
+        """Resident with one session; None where its state is not known."""
+        return None if self.session_bytes is None else (self.shared_bytes or 0) + self.session_bytes
 
     @property
-    def stock_peak_bytes(self) -> int:
-        return self.stock_shared_bytes + self.stock_session_bytes
+    def stock_peak_bytes(self) -> int | None:
+        return None if self.stock_session_bytes is None else (self.stock_shared_bytes or 0) + self.stock_session_bytes
+
+    @cached_property
+    def partial(self) -> frozenset[str]:
+        """Which of "staging", "session" and "shared" leave out something whose bytes are not known."""
+        amounts = {
+            "staging": self._staging(),
+            "session": [declared for declared, _ in self._regions(False)],
+            "shared": [declared for declared, _ in self._regions(True)],
+        }
+        return frozenset(name for name, each in amounts.items() if None in each)
 
     @cached_property
     def capture_seconds(self) -> float | None:
@@ -201,14 +225,17 @@ class PlanReport:
 
     @property
     def sessions(self) -> int | None:
-        """How many fit on the device; None without one, or where a session has no bytes."""
-        return None if self.device_memory is None else sessions(
-            self.device_memory, self.shared_bytes, self.session_bytes)  # fmt: skip
+        """How many fit on the device; None without one, or where a session has no bytes or they are not known."""
+        return self._fitting(self.shared_bytes, self.session_bytes)
 
     @property
     def stock_sessions(self) -> int | None:
-        return None if self.device_memory is None else sessions(
-            self.device_memory, self.stock_shared_bytes, self.stock_session_bytes)  # fmt: skip
+        return self._fitting(self.stock_shared_bytes, self.stock_session_bytes)
+
+    def _fitting(self, shared: int | None, each: int | None) -> int | None:
+        if self.device_memory is None or each is None:
+            return None
+        return sessions(self.device_memory, shared or 0, each)
 
     def callable(self, name: str) -> CallablePlan:
         """The callable of that name; KeyError when there is none."""
@@ -220,8 +247,10 @@ class PlanReport:
 
     @property
     def unweighed(self) -> list[str]:
-        """Regions whose shapes are not known."""
-        return [f"{c.name}.{r.name}" for c in self.callables for r in c.regions if r.bytes is None]
+        """Regions and inputs whose shapes are not known."""
+        amounts = [(f"{c.name}.{r.name}", r.bytes) for c in self.callables for r in c.regions]
+        amounts += [(f"{c.name}.{i.name}", i.bytes) for c in self.callables for i in c.inputs]
+        return [name for name, count in amounts if count is None]
 
     def as_dict(self) -> dict[str, Any]:
         """Numbers and text that JSON holds."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from cadence_fx._table import aligned
-from cadence_fx._units import size_text
+from cadence_fx._units import counted, size_text
 from cadence_fx.plan_report import sample
 
 if TYPE_CHECKING:
@@ -18,8 +18,7 @@ _HEAD = ("region", "mode", "stride", "W", "extents", "envelope", "K", "bytes", "
 
 def plan_text(report: PlanReport, table: Table = aligned) -> str:
     """Several lines; ``table`` aligns rows, the first of which is a heading."""
-    count = len(report.callables)
-    lines = [f"plan of {report.name}: {count} callable{'s' * (count != 1)}"]
+    lines = [f"plan of {report.name}: {counted(len(report.callables), 'callable')}"]
     for each in report.callables:
         lines += ["", *_callable(each, table)]
     return "\n".join([*lines, "", *_totals(report, table), *_notes(report)])
@@ -43,7 +42,8 @@ def _callable(each: CallablePlan, table: Table) -> list[str]:
         staged, regions = size_text(each.staging_bytes), size_text(each.frozen_bytes)
         lines.append(f"  replay holds {held}: {staged} staged, {regions} of regions")
     if each.verdict.capturable and each.capture_seconds is not None:
-        lines.append(f"  capture about {each.capture_seconds:.0f} s ({each.operators:,} operators a call)")
+        work = counted(each.operators or 0, "operator")
+        lines.append(f"  capture about {each.capture_seconds:.0f} s ({work} a call)")
     told: set[str] = set()
     for region in each.regions:
         if not region.verdict.capturable:
@@ -75,30 +75,41 @@ def _size(count: int | None) -> str:
     return "-" if count is None else size_text(count)
 
 
-def _span(normal: int, most: int) -> str:
+def _span(normal: int | None, most: int | None) -> str:
     return _size(normal) if normal == most else f"{_size(normal)}, at most {_size(most)}"
 
 
 def _totals(report: PlanReport, table: Table) -> list[str]:
-    stock_each, stock_peak = size_text(report.stock_session_bytes), size_text(report.stock_peak_bytes)
+    each, rest, staging = ("session" in report.partial, "shared" in report.partial, "staging" in report.partial)
+    state, stock_state = _sum(report.session_bytes, each), _sum(report.stock_session_bytes, each)
+    peak, stock_peak = _sum(report.peak_bytes, each or rest or staging), _sum(report.stock_peak_bytes, each or rest)
     rows = [
         ("total", "declared", "stock"),
         ("classes", f"{report.classes:,}", ""),
-        ("staging", size_text(report.staging_bytes), ""),
+        ("staging", _sum(report.staging_bytes, staging), ""),
         ("weights", _size(report.weights), _size(report.weights)),
-        ("state of a session", size_text(report.session_bytes), stock_each),
-        ("resident, one session", size_text(report.peak_bytes), stock_peak),
+        ("state of a session", state, stock_state),
+        ("resident, one session", peak, stock_peak),
     ]
     if report.device_memory is not None:
         device = f"sessions in {size_text(report.device_memory)}"
-        rows.append((device, _count(report.sessions), _count(report.stock_sessions)))
+        fit = _fitting(report.sessions, report.session_bytes, each or rest)
+        rows.append((device, fit, _fitting(report.stock_sessions, report.stock_session_bytes, each or rest)))
     if report.capture_seconds is not None:
         rows.append(("capture, estimated", f"{report.capture_seconds:.0f} s", ""))
     return table(rows)
 
 
-def _count(sessions: int | None) -> str:
-    return "-" if sessions is None else f"{sessions:,}"
+def _sum(count: int | None, partial: bool = False) -> str:
+    """A total; ``partial`` where the bytes of some of it are not known."""
+    return "not counted" if count is None else f"{'at least ' if partial else ''}{size_text(count)}"
+
+
+def _fitting(sessions: int | None, state: int | None, partial: bool) -> str:
+    """How many sessions of so many bytes fit; "-" for any number of them."""
+    if state is None:
+        return "not counted"
+    return "-" if sessions is None else f"{'at most ' if partial else ''}{sessions:,}"
 
 
 def _notes(report: PlanReport) -> list[str]:

@@ -95,7 +95,9 @@ def _callable(given: PlannedCallable, max_classes: int | None) -> CallablePlan:
     states = classes // advances if classes is not None else None
     verdict = callable_verdict({r.name: r.verdict for r in regions}, classes=classes, limit=limit, exact=exact,
                                states=states, advances=advances)  # fmt: skip
-    inputs = tuple(_input(contract, name, weighs, states) for name, weighs in given.inputs.items())
+    inputs = [_input(contract, name, weighs, states) for name, weighs in given.inputs.items()]
+    unweighed = [i.argument for i in contract.inputs if i.argument not in given.inputs] if contract is not None else []
+    inputs += [InputPlan(name, None, None, None) for name in dict.fromkeys(unweighed)]
     seconds = None
     if given.operators is not None and classes is not None and verdict.capturable:
         seconds = capture_seconds(given.operators, classes)
@@ -108,7 +110,7 @@ def _callable(given: PlannedCallable, max_classes: int | None) -> CallablePlan:
         arithmetic=arithmetic,
         limit=limit,
         regions=tuple(regions),
-        inputs=inputs,
+        inputs=tuple(inputs),
         operators=given.operators,
         capture_seconds=seconds,
         verdict=verdict,

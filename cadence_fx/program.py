@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from cadence_fx import paths
-from cadence_fx._torch import CompileSite, own, owner_of, user_options
+from cadence_fx._torch import CompileSite, own, owner_of, running_modules, user_options
 from cadence_fx.binding import Instance, bind, declared_path
 from cadence_fx.capture import ReplayClass
 from cadence_fx.catalog import Catalog, CatalogEntry
@@ -189,13 +189,18 @@ class Program:
             return
         by_attribute = [r for r in self.contract.regions if r.attribute is not None]
         missing = [r for r in by_attribute if not paths.expand(site.module, declared_path(r))]
-        if missing and len(missing) == len(self.contract.regions):
-            raise WrongModule(
-                self.contract.name or repr(self.contract),
-                ", ".join(r.attribute or "" for r in missing),
-                type(site.module).__name__,
-            )
         if missing:
+            running = (
+                (m, at) for m, at in running_modules() if all(paths.expand(m, declared_path(r)) for r in missing)
+            )
+            meant = next(running, None)
+            if meant is not None or len(missing) == len(self.contract.regions):
+                raise WrongModule(
+                    self.contract.name or repr(self.contract),
+                    ", ".join(r.attribute or "" for r in missing),
+                    type(site.module).__name__,
+                    broken=None if meant is None else (type(meant[0]).__name__, meant[1]),
+                )
             known = [n for n, _ in site.module.named_buffers()] + [
                 k for k, v in vars(site.module).items() if isinstance(v, torch.Tensor)
             ]

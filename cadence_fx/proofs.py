@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch.fx as fx
 
 from cadence_fx._table import aligned
+from cadence_fx._units import counted
 from cadence_fx.catalog import Catalog, CatalogEntry
 from cadence_fx.contract import Contract, Region
 from cadence_fx.passes import RegionSlot
@@ -150,7 +151,7 @@ def _held_by(proofs: Sequence[Proof], audited_calls: int) -> str:
     """What vouches for the bytes of a region: the certificate of each class does, whatever could be proved."""
     if all(proof.verdict == "proved" and proof.shows != "extent" for proof in proofs) and proofs:
         return "proof and certificate"
-    return f"certificate and audit of {audited_calls} calls" if audited_calls else "certificate only"
+    return f"certificate and audit of {counted(audited_calls, 'call')}" if audited_calls else "certificate only"
 
 
 def proof_lines(facts: Sequence[dict[str, Any]]) -> list[str]:

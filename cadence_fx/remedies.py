@@ -12,6 +12,9 @@ _REMEDIES = {
     BEFORE: {
         "disabled": "none needed",
         "reentrant": "wrap the outermost call only",
+        "recompile_limit": "raise the limit before the first such call (after it, torch._dynamo.reset()); declare what "
+        "changes from call to call",
+        "dynamo_off": "switch it on; torch._dynamo.reset() and warm-up where Dynamo has given the code up",
     },
     SIGNATURE: {
         "no_contract": 'options={"contract": ...} or cadence.declare',

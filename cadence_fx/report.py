@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cadence_fx._table import aligned
+from cadence_fx._units import counted
 from cadence_fx.accounts import compare, staged
 from cadence_fx.capture import ReplayClass
 from cadence_fx.effects import DEVICE_RANDOM, PURE, REFUSED
@@ -177,23 +178,20 @@ def _size(count: int) -> str:
     return f"{count} B"
 
 
-def _inputs(count: int) -> str:
-    return "1 input" if count == 1 else f"{count} inputs"
-
-
 def _prediction(facts: dict[str, Any]) -> str:
     """Predicted and measured, of what there is any of."""
     figures = [f"classes {facts['classes']['predicted']} and {facts['classes']['measured']}"]
     for name in ("staging", "carries", "workspaces"):
         predicted, measured = facts[name]["predicted"], facts[name]["measured"]
         figures += [f"{name} {_size(predicted)} and {_size(measured)}"] if predicted or measured else []
-    further = f", {facts['further_classes']} further classes by layout or mode" if facts["further_classes"] else ""
+    others = facts["further_classes"]
+    further = f", {counted(others, 'further class')} by layout or mode" if others else ""
     return f"predicted and measured: {', '.join(figures)}{further}: {'held' if facts['held'] else 'NOT HELD'}"
 
 
 def _text(facts: dict[str, Any]) -> str:
     lines = [
-        f"{facts['name']}: {facts['classes']} classes"
+        f"{facts['name']}: {counted(facts['classes'], 'class')}"
         + (f" of a catalog of {facts['catalog']}" if facts.get("catalog") else "")
         + ("; every call runs eager" if not facts["classes"] and facts.get("sealed") else "")
         + (", sealed" if facts.get("sealed") else "")
@@ -238,7 +236,7 @@ def _text(facts: dict[str, Any]) -> str:
     lines += aligned(rows, indent="  ")
     compared = Counter(c["compared_inputs"] for c in facts["class_table"])
     if compared:
-        each = ", ".join(f"{classes} on {_inputs(inputs)}" for inputs, classes in sorted(compared.items()))
+        each = ", ".join(f"{classes} on {counted(inputs, 'input')}" for inputs, classes in sorted(compared.items()))
         lines.append(f"  classes compared with eager: {each}")
     if facts.get("retention"):
         proved = sum(verdict == "proved" for verdict in facts["retention"].values())

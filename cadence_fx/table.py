@@ -16,6 +16,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from cadence_fx._torch import copy_all, pointers_equal
+from cadence_fx._units import counted
 from cadence_fx.capture import ReplayClass, capture, overlap, unfit
 from cadence_fx.errors import CadenceError
 from cadence_fx.ledger import Ledger, log
@@ -245,7 +246,8 @@ class ReplayTable:
 
     def full(self) -> Miss:
         """What a call is told for which there is no room."""
-        what = f"the table holds its limit of {self.max_classes} classes; raise Contract.max_classes to allow more"
+        limit = counted(self.max_classes, "class")
+        what = f"the table holds its limit of {limit}; raise Contract.max_classes to allow more"
         return Miss("too_many_classes", what)
 
     def drop(self, key: tuple[Any, ...]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from cadence_fx._units import counted
+
 Word = Literal["captured", "pinned", "too wide", "unbounded", "traffic-dependent"]
 CAPTURABLE = ("captured", "pinned")
 
@@ -38,23 +40,25 @@ def region_verdict(
         return Verdict("pinned", "holds nothing between calls")
     if bound is None or classes is None:
         widest = start + (extents - 1) * stride
-        return Verdict("unbounded", f"grows by {stride:,} frames a call and nothing is dropped",
-                       f"a retention rule that keeps at most {widest:,} frames: {extents:,} extents")  # fmt: skip
+        kept = f"{counted(widest, 'frame')}: {counted(extents, 'extent')}"
+        return Verdict("unbounded", f"grows by {counted(stride, 'frame')} a call and nothing is dropped",
+                       f"a retention rule that keeps at most {kept}")  # fmt: skip
     if bound == start:
         return Verdict("pinned", f"its extent is always {bound:,}")
     if classes <= extents:
-        return Verdict("captured", f"{classes:,} extents")
+        return Verdict("captured", counted(classes, "extent"))
     window = bound - start
-    wanted = [f"a window of at most {(extents - 1) * stride:,} frames"]
+    wanted = [f"a window of at most {counted((extents - 1) * stride, 'frame')}"]
     if extents > 1:
-        wanted.insert(0, f"a stride of at least {-(-window // (extents - 1)):,} frames")
+        wanted.insert(0, f"a stride of at least {counted(-(-window // (extents - 1)), 'frame')}")
     wanted.append(f"max_classes = {classes * advances:,}")
-    return Verdict("too wide", f"{classes:,} extents, and {_allowed(limit, advances)}", ", or ".join(wanted))
+    return Verdict("too wide", f"{counted(classes, 'extent')}, and {_allowed(limit, advances)}", ", or ".join(wanted))
 
 
-def _allowed(limit: int, advances: int) -> str:
-    each = f" ({max(1, limit // advances):,} extents by {advances:,} advances)" if advances > 1 else ""
-    return f"{limit:,} classes are allowed{each}"
+def _allowed(limit: int, advances: int = 1) -> str:
+    extents = counted(max(1, limit // advances), "extent")
+    each = f" ({extents} by {counted(advances, 'advance')})" if advances > 1 else ""
+    return f"{counted(limit, 'class')} {'is' if limit == 1 else 'are'} allowed{each}"
 
 
 def callable_verdict(regions: dict[str, Verdict], *, classes: int | None, limit: int, exact: bool,
@@ -68,8 +72,8 @@ def callable_verdict(regions: dict[str, Verdict], *, classes: int | None, limit:
         at_most = "" if exact else "at most "
         wanted = [f"max_classes = {classes:,}"]
         if states is not None and advances > 1 and states <= limit:
-            wanted.insert(0, f"at most {limit // states - 1:,} flush lengths")
-        return Verdict("too wide", f"{at_most}{classes:,} classes, and {limit:,} are allowed", ", or ".join(wanted))
+            wanted.insert(0, f"at most {counted(limit // states - 1, 'flush length')}")
+        return Verdict("too wide", f"{at_most}{counted(classes, 'class')}, and {_allowed(limit)}", ", or ".join(wanted))
     if classes == 1:
         return Verdict("pinned", "one class")
-    return Verdict("captured", f"{classes:,} classes of {limit:,} allowed")
+    return Verdict("captured", f"{counted(classes, 'class')} of {limit:,} allowed")

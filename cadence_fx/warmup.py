@@ -16,9 +16,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from cadence_fx._torch import backend_error, original_of, patient_tracing
+from cadence_fx._torch_aside import broken_at
 from cadence_fx._torch_propagation import twice_a_kind
+from cadence_fx._units import counted
 from cadence_fx.catalog import CatalogEntry
-from cadence_fx.errors import ContractError
+from cadence_fx.errors import ContractError, WrongModule
 from cadence_fx.example import ExampleCall, Variant
 from cadence_fx.locks import new_lock
 from cadence_fx.lookup import program_of
@@ -70,7 +72,13 @@ def warm_up(compiled: Any, *args: Any, progress: bool | None = None, **kwargs: A
         return report(compiled)
     with _one_at_a_time:
         program.prediction = predict(program.contract, call.example, call.module)
-        _capture(program, original, call, progress)
+        try:
+            _capture(program, original, call, progress)
+        except WrongModule as error:
+            if error.broken is None or (where := broken_at(compiled, args, kwargs)) is None:
+                raise
+            broken = error.broken[0], where
+            raise WrongModule(error.contract, error.expected, error.found, broken=broken) from error
     return report(compiled)
 
 
@@ -151,7 +159,7 @@ class _Progress:
         elapsed = time.perf_counter() - self._start
         if self._wanted and elapsed > _QUIET_SECONDS:
             print(
-                f"{self._name}: {program.ledger.captures} classes captured in {elapsed:.1f} s, sealed",
+                f"{self._name}: {counted(program.ledger.captures, 'class')} captured in {elapsed:.1f} s, sealed",
                 file=sys.stderr,
                 flush=True,
             )

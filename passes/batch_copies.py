@@ -25,6 +25,7 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from cadence_fx._units import counted
 from cadence_fx.passes.base import PassContext, PassResult
 from cadence_fx.passes.graphs import GraphFacts, bound_args, is_impure
 from cadence_fx.passes.homes import Homes
@@ -59,7 +60,7 @@ class BatchCopies:
         for batch in runs:
             _join(gm.graph, batch)
         if runs:
-            ctx.notes.append(f"{self.name}: {sum(map(len, runs))} copies are {len(runs)} kernels now")
+            ctx.notes.append(f"{self.name}: {sum(map(len, runs))} copies are {counted(len(runs), 'kernel')} now")
         return PassResult(gm, bool(runs))
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import bisect
 import re
 
+from cadence_fx._units import counted
 from cadence_fx.passes.captured import CapturedGraph, CapturedNode, EditContext
 
 __all__ = ["DropScalings"]
@@ -39,7 +40,7 @@ class DropScalings:
         for node in found:
             graph.remove(node)
         if found:
-            ctx.notes.append(f"{self.name}: {len(found)} kernels that clear a result are left out")
+            ctx.notes.append(f"{self.name}: {counted(len(found), 'kernel')} that would clear a result left out")
         return bool(found)
 
 

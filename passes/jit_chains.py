@@ -43,6 +43,7 @@ import torch
 import torch.fx as fx
 
 from cadence_fx._torch import pointwise_kernel
+from cadence_fx._units import counted
 from cadence_fx.passes.base import PassContext, PassResult
 from cadence_fx.passes.graphs import bound_args, location, output_node, tensor_val
 from cadence_fx.passes.homes import Homes
@@ -124,7 +125,7 @@ class JitChains:
         for node in reversed(list(gm.graph.nodes)):
             chains.end_at(node)
         if chains.kernels:
-            ctx.notes.append(f"{self.name}: {chains.operators} operators are {chains.kernels} kernels now")
+            ctx.notes.append(f"{self.name}: {chains.operators} operators are {counted(chains.kernels, 'kernel')} now")
         if chains.refused:
             ctx.notes.append(f"{self.name}: {len(chains.refused)} chains end early, such as at {chains.refused[0]}")
         return PassResult(gm, bool(chains.kernels))

@@ -27,6 +27,7 @@ from collections.abc import Callable
 import torch
 import torch.fx as fx
 
+from cadence_fx._units import counted
 from cadence_fx.errors import NotCapturable
 from cadence_fx.passes.base import HostPart, PassContext, PassResult
 from cadence_fx.passes.constants import VARIES
@@ -65,8 +66,8 @@ class SplitHost:
             return PassResult(gm, False)
         ctx.host = split.carry_out()
         ctx.notes.append(
-            f"{self.name}: {len(ctx.host.residents)} values go to the device, {len(ctx.host.held)} are held, "
-            f"{len(ctx.host.outputs)} leave from the host"
+            f"{self.name}: {counted(len(ctx.host.residents), 'value')} to the device, {len(ctx.host.held)} held, "
+            f"{len(ctx.host.outputs)} from the host"
         )
         return PassResult(gm, True)
 

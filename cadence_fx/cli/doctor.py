@@ -7,7 +7,7 @@ import argparse
 import torch
 
 from cadence_fx.cli.named import example
-from cadence_fx.cli.output import FAILED, OK, paint, print_json
+from cadence_fx.cli.output import FAILED, OK, paint, print_json, users_output
 from cadence_fx.doctor import doctor
 from cadence_fx.serialize import load
 
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         found = doctor()
     else:
         module, args, kwargs = example(arguments.example)
-        with torch.no_grad():
+        with torch.no_grad(), users_output():
             found = doctor(module, *args, contract=contract, **kwargs)
     if arguments.json:
         print_json(found.as_dict())

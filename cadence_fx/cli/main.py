@@ -12,12 +12,14 @@ A mistake of the user's (`Mistake`, any `CadenceError`, wrong arguments) is one 
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module, metadata
 from typing import NoReturn, Protocol, cast
 
+from cadence_fx.cli.named import current_folder
 from cadence_fx.cli.output import FAILED, OK, WRONG_USE, Mistake, aligned, print_error
 from cadence_fx.errors import CadenceError, unknown_name
 
@@ -89,14 +91,23 @@ def _dispatch(words: Sequence[str]) -> int:
     name, *rest = words
     if name.startswith("-"):
         raise Mistake(f"{name} is not an option of cadence itself (see 'cadence --help')")
-    return command(name).run(parser_of(name).parse_args(rest))
+    asked, arguments = command(name), parser_of(name).parse_args(rest)
+    with current_folder():
+        try:
+            return asked.run(arguments)
+        except SystemExit as error:  # of the user's code: its verdict is none of ours
+            raise Mistake(f"the code that was called ends the process: SystemExit: {error}") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line, without the program's name (`sys.argv` by default); returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names in files may be in letters that the terminal does not have
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = _dispatch(sys.argv[1:] if argv is None else argv)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it may be closed
+            sys.stdout.flush()
     except (Mistake, CadenceError) as error:
         print_error(str(error))
         return WRONG_USE
@@ -104,7 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return done.code if isinstance(done.code, int) else OK
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except BrokenPipeError:  # whoever reads the output has seen enough
+    except OSError as error:  # what a command reads and writes itself is a `Mistake`; this is the output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+        if isinstance(error, BrokenPipeError):  # whoever reads it has seen enough
+            return FAILED
+        print_error(f"the output cannot be written: {error.strerror}")
+        return WRONG_USE
     return code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ __all__ = [
     "print_error",
     "print_json",
     "table",
+    "users_output",
 ]
 
 OK, FAILED, WRONG_USE = 0, 1, 2  # exit codes; FAILED is a negative verdict
@@ -39,19 +41,27 @@ def one_line(text: str, limit: int = 500) -> str:
     return flat if len(flat) <= limit else f"{flat[: limit - 3]}..."
 
 
+def users_output() -> contextlib.AbstractContextManager[object]:
+    """What the user's code prints inside goes to stderr: stdout has the answer alone."""
+    return contextlib.redirect_stdout(sys.stderr)
+
+
 def print_error(message: str) -> None:
     """One line on stderr."""
     print(f"{paint('error:', 'red', sys.stderr)} {one_line(message)}", file=sys.stderr)
 
 
 def print_json(value: Any) -> None:
-    """``value`` as JSON on stdout, keys in the order they were given."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    """``value`` as JSON on stdout, keys in the order they were given, in letters that stdout has."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(json.dumps(value, indent=2, ensure_ascii=encoding.lower() not in ("utf-8", "utf8")))
 
 
-def painted(stream: TextIO) -> bool:
+def painted(stream: TextIO | None) -> bool:
     """Whether a stream gets colours: a terminal that is not dumb, and no NO_COLOR (https://no-color.org)."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return (
+        stream is not None and stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    )
 
 
 def paint(text: str, colour: str, stream: TextIO | None = None) -> str:

@@ -11,7 +11,7 @@ from cadence_fx._units import parse_size
 from cadence_fx.adapters.readers import EXAMPLE, READERS, deployment, reader
 from cadence_fx.backend import declared_contract
 from cadence_fx.cli.named import example
-from cadence_fx.cli.output import FAILED, OK, Mistake, print_json, table
+from cadence_fx.cli.output import FAILED, OK, Mistake, print_json, table, users_output
 from cadence_fx.contract import Contract
 from cadence_fx.deployment import Deployment
 from cadence_fx.plan_example import from_example
@@ -147,4 +147,5 @@ def _from_example(reference: str, files: Sequence[Path]) -> Deployment:
         contract = from_dict(data, source=str(files[0]))
     else:
         contract = declared_contract(module)
-    return from_example(module, args, kwargs, contract=contract)
+    with users_output():
+        return from_example(module, args, kwargs, contract=contract)

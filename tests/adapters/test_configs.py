@@ -313,6 +313,7 @@ def test_moshi_weighs_what_its_modules_do(monkeypatch: pytest.MonkeyPatch) -> No
         found = plan(from_example(step, args, contract=step.contract()))
         states = {region.name: region.bytes or 0 for region in found.callables[0].regions}
         flags = sum(n for name, n in states.items() if name.endswith(("mask", "first", "offset", "offsets", "initial")))
+        assert found.session_bytes is not None
         weighed[type(step).__name__] = {"state": found.session_bytes - flags, "ring": _ring(states)}
 
     with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import itertools
 import json
 import random
@@ -384,6 +385,104 @@ def test_a_plain_callable_whose_objects_are_rebound() -> None:
             replay(x)
             check(replay, (x,), None)
     check(replay, (x,), "unstable_state")
+
+
+# -- calls that Dynamo does not bring before the backend --------------------------------------------------------------
+
+
+class Counting(Unprimed):
+    """Counts how often its code is run as it is, which tracing does not."""
+
+    runs = 0
+
+    def forward(self, x: Tensor, cache: Tensor | None) -> tuple[Tensor, Tensor]:
+        if not torch.compiler.is_compiling():
+            Counting.runs += 1
+        return super().forward(x, cache)
+
+
+def unseen(subject: Subject, args: Args, reason: str) -> cadence_fx.Explanation:
+    """Explain a call and make it: explaining runs none of its code, and Dynamo runs it as it is, uncounted."""
+    before, runs, entries = counts(subject.step), Counting.runs, entries_of(subject)
+    told = cadence_fx.explain(subject.step, *args)
+    assert (told.outcome, told.reason, told.clause) == ("eager", reason, "before any clause"), told
+    assert told.remedy and told.detail and (Counting.runs, entries_of(subject)) == (runs, entries)
+    subject.step(*args)
+    assert counts(subject.step) == before and (Counting.runs, entries_of(subject)) == (runs + 1, entries)
+    return told
+
+
+def entries_of(subject: Subject) -> int:
+    return len(_debug_get_cache_entry_list(type(subject.module).forward.__code__))
+
+
+@pytest.fixture
+def counting() -> Iterator[Subject]:
+    """A subject whose code nothing is known of, before and after."""
+    torch._dynamo.reset()
+    yield Subject(Counting())
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("limit", ["recompile_limit", "accumulated_recompile_limit"])
+def test_a_limit_of_dynamos(limit: str, counting: Subject) -> None:
+    odd, most = (noise().double(), noise(4).double()), entries_of(counting)
+    with torch._dynamo.config.patch({limit: most + 10}):
+        assert cadence_fx.explain(counting.step, *odd).reason == "dtype"
+    with torch._dynamo.config.patch({limit: most}):
+        check(counting.step, (noise(), counting.cache), None)  # what is compiled is served at the limit, too
+        told = unseen(counting, odd, "recompile_limit")
+        assert f"{limit} is {most}" in told.detail and {d.field for d in told.differences} == {"dtype"}
+    unseen(counting, odd, "dynamo_off")  # from then on Dynamo compiles nothing more of this code
+    check(counting.step, (noise(), noise(4)), None)
+
+
+def test_a_limit_raises_where_one_graph_is_asked_for() -> None:
+    torch._dynamo.reset()
+    options: Any = {"contract": CACHE}
+    step = torch.compile(Decoder(), backend=cadence_fx.cadence, options=options, fullgraph=True)
+    cadence_fx.warm_up(step, noise(), noise())
+    with torch._dynamo.config.patch(recompile_limit=1):
+        told = cadence_fx.explain(step, noise().double(), noise(4).double())
+        assert (told.outcome, told.reason) == ("error", "recompile_limit")
+        with pytest.raises(Exception, match="fullgraph=True"):
+            step(noise().double(), noise(4).double())
+
+
+@pytest.mark.skipif("recompile_limit" not in inspect.signature(torch.compile).parameters, reason="since torch 2.13")
+def test_limits_of_one_compile_call() -> None:
+    torch._dynamo.reset()
+    odd = (noise().double(), noise(4).double())
+    compiling: Any = torch.compile
+    given = {"backend": cadence_fx.cadence, "options": {"contract": CACHE}}
+    strict = compiling(Decoder(), recompile_limit=2, **given)
+    alone = compiling(Decoder(), isolate_recompiles=True, **given)
+    for step in (strict, alone):
+        cadence_fx.warm_up(step, noise(), noise())
+    assert cadence_fx.explain(strict, *odd).reason == "recompile_limit"
+    with torch._dynamo.config.patch(recompile_limit=len(_debug_get_cache_entry_list(Decoder.forward.__code__))):
+        assert cadence_fx.explain(alone, *odd).reason == "dtype"  # it counts what it has compiled itself
+
+
+@pytest.mark.parametrize("stance, served", [("force_eager", False), ("eager_on_recompile", True)])
+def test_stances_of_dynamos(stance: str, served: bool, counting: Subject) -> None:
+    with torch.compiler.set_stance(stance):
+        unseen(counting, (noise().double(), noise(4).double()), "dynamo_off")
+        if served:
+            check(counting.step, (noise(), counting.cache), None)
+        else:
+            unseen(counting, (noise(), counting.cache), "dynamo_off")
+    with torch.compiler.set_stance("fail_on_recompile"):
+        told = cadence_fx.explain(counting.step, noise().double(), noise(4).double())
+        assert (told.outcome, told.reason) == ("error", "dynamo_off")
+
+
+def test_a_code_that_dynamo_has_given_up(counting: Subject) -> None:
+    """Once it has met such a call, Dynamo skips the code, whatever it has compiled of it."""
+    with torch._dynamo.config.patch(disable=True):
+        unseen(counting, (noise().double(), noise(4).double()), "dynamo_off")
+    unseen(counting, (noise(), counting.cache), "dynamo_off")
+    unseen(counting, (noise().double(), noise(4).double()), "dynamo_off")
 
 
 # -- nothing is changed -----------------------------------------------------------------------------------------------

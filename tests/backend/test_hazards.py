@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import cadence_fx
-from cadence_fx.errors import CadenceError, NotServed
+from cadence_fx import Clock, Contract, KeepLast, Region
+from cadence_fx.errors import CadenceError, NotServed, WrongModule
 from tests.backend.test_host_side import CONTRACT, Play
 from tests.harness import compile_with, counts
 from tests.toys import C, DoubleAttention
@@ -336,3 +337,57 @@ def test_what_breaks_the_graph_is_named_with_its_line(module: type[Base], line: 
     number = int(str(caught.value).split("test_hazards.py:")[1].split(";")[0].split(".")[0])
     with open(__file__) as source:
         assert line in source.readlines()[number - 1]
+
+
+class Half(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 2
+
+
+class Loops(nn.Module):
+    """A break in a loop: Dynamo gives the whole method up, and compiles what it calls by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.hist = Half(), torch.zeros(1, 2, C)
+
+    def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        for _ in range(2):
+            x = self.inner(x)
+            x = x / float(x.sum())  # the line
+        self.hist = torch.cat([self.hist, x], 1)[:, -6:]
+        return x + self.hist.sum(), torch.cat([cache, x], 1)[:, -6:]
+
+
+def kept(**place: Any) -> Region:
+    return Region(next(iter(place.values())), axis=1, clock="frame", start=2, retention=KeepLast(6), **place)
+
+
+HIST, CACHE = kept(attribute="hist"), kept(argument="cache", result=1)
+
+
+@pytest.mark.parametrize("regions, error", [([HIST], WrongModule), ([HIST, CACHE], WrongModule), ([CACHE], NotServed)])
+def test_a_module_that_dynamo_gives_up_is_not_blamed_on_its_contract(
+    regions: list[Region], error: type[CadenceError]
+) -> None:
+    torch.set_grad_enabled(False)
+    torch._dynamo.reset()
+    contract, given = Contract([Clock("frame", 2)], regions), (torch.randn(1, 2, C), torch.randn(1, 2, C))
+    with pytest.raises(error, match=r"breaks the graph.*test_hazards\.py:\d+") as caught:
+        cadence_fx.warm_up(compile_with(Loops(), contract), *given)
+    number = int(str(caught.value).split("test_hazards.py:")[1].split(")")[0].split(".")[0])
+    with open(__file__) as source:
+        assert "x / float(x.sum())  # the line" in source.readlines()[number - 1]
+    if error is WrongModule:  # without a warm-up, the line that is running is told
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=r"hist of Loops.*in forward at .*test_hazards\.py:\d+"):
+            compile_with(Loops(), contract)(*given)
+
+
+def test_a_warm_up_that_dynamo_compiles_nothing_for() -> None:
+    torch.set_grad_enabled(False)
+    step = compile_with(BuiltOnce(), CONTRACT)
+    with torch.compiler.set_stance("force_eager"), pytest.raises(NotServed, match="force_eager") as caught:
+        cadence_fx.warm_up(step, Play.noise(), Play.noise())
+    assert caught.value.reason == "dynamo_off"
+    cadence_fx.warm_up(step, Play.noise(), Play.noise())

@@ -81,7 +81,7 @@ def test_what_an_opaque_operator_makes_is_not_provable_and_held_by_other_means()
     assert "not provable" in text and "stitched" in text and "certificate only" in text
     with torch.no_grad(), cadence_fx.audit(step):
         step(torch.randn(B, 3, C), torch.randn(B, 2, C))
-    assert cadence_fx.report(step)["proof"][0]["held_by"] == "certificate and audit of 1 calls"
+    assert cadence_fx.report(step)["proof"][0]["held_by"] == "certificate and audit of 1 call"
 
 
 def test_a_contradiction_is_raised_with_the_first_frame_that_differs() -> None:

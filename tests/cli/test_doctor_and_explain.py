@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -12,9 +14,10 @@ from typing import Any
 import pytest
 
 from cadence_fx.cli.main import main
-from cadence_fx.cli.named import named
+from cadence_fx.cli.named import CALL, EXAMPLE, current_folder, named
 
 MODULE = """
+import sys
 import torch
 import cadence_fx as cadence
 
@@ -52,8 +55,43 @@ def broken():
     raise KeyError("weights")
 
 
+def quits():
+    raise SystemExit(0)
+
+
+def leaves():
+    def call(x):
+        print("going")
+        sys.exit(3)
+
+    return call, (torch.zeros(1),)
+
+
+def loud():
+    print("loading")
+    return lambda x: print("called"), (torch.zeros(1),)
+
+
+class Odd(BaseException):
+    pass
+
+
+def odd():
+    raise Odd("base")
+
+
 def nothing():
     return 3
+
+
+class Risky:
+    value = property(lambda self: 1 / 0)
+
+
+decoder, risky = Decoder(), Risky()
+given = decoder, (torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))
+listed = [*given]
+unnamed = *given, (1,)
 
 
 def odd_call():
@@ -71,6 +109,7 @@ def warm():
     with torch.no_grad():
         cadence.warm_up(step, torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))
 """
+BROKEN = MODULE.splitlines().index('    raise KeyError("weights")') + 1
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +149,8 @@ def test_doctor_of_a_module(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
 
 
 def test_doctor_takes_a_contract_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    named("served:contract").save(tmp_path / "decoder.toml")
+    with current_folder():
+        named("served:contract").save(tmp_path / "decoder.toml")
     assert run("doctor served:clean --contract decoder.toml", capsys)[0] == 0
 
 
@@ -179,19 +219,85 @@ def test_bad_reports(text: str, told: str, capsys: pytest.CaptureFixture[str], t
     assert code == 2 and not out and err.startswith(f"error: {told}") and err.count("\n") == 1
 
 
+def test_what_the_users_code_prints_is_not_in_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run("doctor served:loud --json", capsys)
+    assert code == 0 and json.loads(out)["module"] == "<lambda>"
+    assert err.splitlines()[0] == "loading" and set(err.splitlines()[1:]) == {"called"}
+
+
+def test_code_that_ends_the_process_is_no_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run("doctor served:leaves", capsys)
+    told = "error: the code that was called ends the process: SystemExit: 3"
+    assert code == 2 and not out and err.splitlines()[-1] == told
+
+
+def test_a_file_without_an_end_is_no_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "report.json").symlink_to("/dev/zero")
+    assert run("explain report.json", capsys) == (2, "", "error: report.json: larger than 64 MiB, so no report\n")
+
+
 @pytest.mark.parametrize(
     "line, told",
     [
         ("doctor served", "expected MODULE:OBJECT, found 'served'"),
-        ("doctor served:broken", "served:broken: KeyError: 'weights'"),
-        ("doctor served:nothing", "served:nothing must return (module, args) or (module, args, kwargs)"),
-        ("doctor served:contract", "served:contract is no function"),
-        ("doctor absent:thing", "absent:thing: ModuleNotFoundError: No module named 'absent'"),
-        ("explain served:step --call served:nothing", "served:nothing must return the arguments as a tuple, or"),
+        ("doctor served:broken", f"served:broken raises KeyError: 'weights' ({{folder}}/served.py:{BROKEN})"),
+        ("doctor served:quits", "served:quits raises SystemExit: 0 ("),
+        ("doctor served:odd", "served:odd raises Odd: base ("),
+        ("doctor served:nothing", f"served:nothing must return {EXAMPLE}, found int"),
+        ("doctor served:contract", f"served:contract must return {EXAMPLE}, found Contract"),
+        ("doctor served:unnamed", f"served:unnamed must return {EXAMPLE}, found (Decoder, tuple, tuple)"),
+        ("doctor served:decoder", f"served:decoder is a module (Decoder): name a function that returns {EXAMPLE}"),
+        ("doctor served:Decoder", f"served:Decoder is a class: name a function that returns {EXAMPLE}"),
+        ("doctor served:claen", "served: there is no attribute 'claen'; did you mean 'clean'?"),
+        ("doctor served:decoder.kye", "served: there is no attribute 'kye'; did you mean 'key'?"),
+        ("doctor served:qqqq", "served: there is no attribute 'qqqq' (known: 'Decoder', 'Odd', 'Risky', "),
+        ("doctor served:risky.value", "served: value raises ZeroDivisionError: "),
+        ("doctor absent:thing", "absent cannot be imported: ModuleNotFoundError: No module named 'absent'"),
+        ("doctor servd:clean", "servd cannot be imported: ModuleNotFoundError: No module named 'servd'; did you mean "
+         "'served'?"),
+        ("doctor served.py:clean", "served.py cannot be imported: ModuleNotFoundError: No module named 'served.py'; "
+         "'served' is not a package; a module is written 'served'"),
+        ("explain served:step --call served:nothing", f"served:nothing must return {CALL}, found int"),
+        ("explain served:step --call served:odcall",
+         "served: there is no attribute 'odcall'; did you mean 'odd_call'?"),
+        ("explain served:step --call served:decoder",
+         f"served:decoder is a module (Decoder): name a function that returns {CALL}"),
         ("explain served:clean --call served:odd_call", "explain() needs a callable compiled with torch.compile"),
-        ("explain served:step", "served:step: cannot be read: No such file or directory; a callable takes --call"),
+        ("explain served:step", "--call is missing: served:step is explained for one call, and --call MODULE:OBJECT "
+         "names its arguments, such as: cadence explain served:step --call served:odd_call\n"),
+        ("explain served.json", "served.json: cannot be read: No such file or directory\n"),
     ],
-)
-def test_mistakes(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+)  # fmt: skip
+def test_mistakes(line: str, told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, out, err = run(line, capsys)
-    assert code == 2 and not out and err.startswith(f"error: {told}"), err
+    assert code == 2 and not out and err.startswith(f"error: {told}".replace("{folder}", str(tmp_path))), err
+
+
+@pytest.mark.parametrize("name", ["clean()", "given", "listed"])
+def test_an_example_is_a_function_or_what_one_returns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(f"doctor served:{name}", capsys)[0] == 0
+
+
+def test_the_page_shows_what_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/doctor.md").read_text()
+    found, step, *_ = re.findall(r"```python\n(.+?)```", page, re.DOTALL)
+    shown = re.findall(r"```text\n(.+?)```", page, re.DOTALL)
+    hazards, told = (block for block in shown if "cadence " not in block)
+    module, _, _ = found.partition("with torch.no_grad():\n    found")
+    example = "def example():\n    return Decoder(), (torch.randn(1, 2, 8), torch.randn(1, 2, 8))\n"
+    (tmp_path / "decoder.py").write_text(module + example + "contract.save('decoder.toml')\n")
+    try:
+        assert run("doctor decoder:example", capsys)[0] == 1
+        code, out, _ = run("doctor decoder:example --contract decoder.toml", capsys)
+    finally:
+        sys.modules.pop("decoder", None)
+    assert code == 1 and out.replace(f"{tmp_path}/", "").endswith(hazards)
+    (tmp_path / "explained.py").write_text(module + step)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        importlib.import_module("explained")
+    finally:
+        sys.modules.pop("explained", None)
+    assert capsys.readouterr().out == told

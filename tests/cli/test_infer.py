@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,8 +55,9 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop(NAME, None)
 
 
-def test_a_contract_to_paste(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["infer", f"{NAME}:decoder", *FIRST, "--call", f"{NAME}:second()"]) == 0
+@pytest.mark.parametrize("second", ["second", "second()"])
+def test_a_contract_to_paste(second: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["infer", f"{NAME}:decoder", *FIRST, "--call", f"{NAME}:{second}"]) == 0
     text = capsys.readouterr().out
     assert f"# proved ({NAME}.py:8): axis 1; growth 2 a call" in text
     space = {"cadence": sys.modules["cadence_fx"]}
@@ -92,15 +94,14 @@ def test_what_cannot_be_traced_is_said_with_its_line(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     "words, told",
     [
-        (["nothing", *FIRST], "'nothing' names no object: write package.module:attribute"),
+        (["nothing", *FIRST], "expected MODULE:OBJECT, found 'nothing'"),
         (["no_such_module:x", *FIRST], "no_such_module cannot be imported: ModuleNotFoundError"),
         ([f"{NAME}:decodr", *FIRST], "there is no attribute 'decodr'"),
-        ([f"{NAME}:first", *FIRST], "is a tuple, which cannot be used here"),
-        (
-            [f"{NAME}:decoder", "--call", f"{NAME}:second"],
-            "is a function, which cannot be used here; with () it is called",
-        ),
-        ([f"{NAME}:broken()", *FIRST], "raised OSError: no weights here"),
+        ([f"{NAME}:decoder", "--call", f"{NAME}:secnd"], "there is no attribute 'secnd'; did you mean 'second'?"),
+        ([f"{NAME}:first", *FIRST], "cannot be called, found tuple"),
+        ([f"{NAME}:Decoder", *FIRST], f"is a class: name an object of it, such as '{NAME}:Decoder()'"),
+        ([f"{NAME}:decoder", "--call", f"{NAME}:decoder"], "name a function that returns the arguments as a tuple"),
+        ([f"{NAME}:broken()", *FIRST], "raises OSError: no weights here"),
         ([f"{NAME}:decoder", "--call", f"{NAME}:wrong"], "the call raised RuntimeError: Sizes of tensors must match"),
         ([f"{NAME}:decoder", *FIRST * 3], "expected one or two example calls, found 3"),
         ([f"{NAME}:decoder", *FIRST, "-o", "x.yaml"], "x.yaml: a contract is written to .toml or .json"),
@@ -118,3 +119,20 @@ def test_the_verb_and_the_command_find_the_same(capsys: pytest.CaptureFixture[st
     assert main(["infer", f"{NAME}:decoder", *FIRST, "--json"]) == 0
     module = sys.modules[NAME]
     assert json.loads(capsys.readouterr().out) == infer(module.decoder, module.first).as_dict()
+
+
+def test_the_page_shows_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/infer.md").read_text()
+    code, _, call = re.findall(r"```python\n(.+?)```", page, re.DOTALL)[0].partition("decoder = Decoder()\n")
+    assert call.startswith("found = cadence.infer(decoder, (torch.randn(1, 4, 8), torch.zeros(1, 4, 8)))\n")
+    first = "model, first = Decoder(), (torch.randn(1, 4, 8), torch.zeros(1, 4, 8))\n"
+    (tmp_path / "decoder.py").write_text(code + first)
+    try:
+        assert main(["infer", "decoder:model", "--call", "decoder:first"]) == 0
+    finally:
+        sys.modules.pop("decoder", None)
+    printed = capsys.readouterr().out.splitlines()
+    shown = re.findall(r"```text\n(.+?)```", page, re.DOTALL)[0].splitlines()
+    for line, expected in zip(printed, shown, strict=False):
+        start, cut, _ = expected.partition("...")
+        assert line.startswith(start) if cut else line == expected

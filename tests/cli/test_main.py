@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,6 +55,31 @@ def test_as_a_module_and_as_a_script() -> None:
     assert done.returncode == 2 and done.stderr.startswith("error: there is no command 'nothing'")
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"cadence": f"{main.__module__}:{main.__name__}"}
+
+
+@pytest.mark.parametrize(
+    "redirected, code, told",
+    [
+        ("| head -c 0", 1, ""),  # a reader that has seen enough
+        ("> /dev/full", 2, "error: the output cannot be written: No space left on device\n"),
+        (">&-", 0, ""),
+    ],
+)
+def test_an_output_that_nobody_can_read(redirected: str, code: int, told: str, tmp_path: Path) -> None:
+    command = f"set -o pipefail; {sys.executable} -m cadence_fx plan --families {redirected}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", told)
+
+
+def test_letters_that_the_terminal_does_not_have(tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text(
+        '{"name": "\\u00e9", "clocks": [{"name": "frame", "stride": 2}],'
+        ' "inputs": [{"argument": "x", "axis": 1, "clock": "frame"}]}'
+    )
+    words = [sys.executable, "-m", "cadence_fx", "plan", str(tmp_path / "c.json")]
+    given: dict[str, Any] = {"capture_output": True, "cwd": ROOT, "env": {**os.environ, "PYTHONIOENCODING": "ascii"}}
+    assert json.loads(subprocess.run([*words, "--json"], **given).stdout)["name"] == "é"
+    assert subprocess.run(words, **given).stdout.startswith(b"plan of \\xe9: 1 callable\n")
 
 
 class Terminal:

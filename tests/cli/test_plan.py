@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +95,13 @@ def fails():
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "decoder.toml").write_text(DECODER)
     (tmp_path / "wide.toml").write_text(DECODER.replace("stride = 50", "stride = 1").replace("flush = [10]\n", ""))
     (tmp_path / "mine_to_plan.py").write_text(MODULE)
-    return tmp_path
+    yield tmp_path
+    sys.modules.pop("mine_to_plan", None)
 
 
 def told(words: str, capsys: pytest.CaptureFixture[str], code: int) -> str:
@@ -265,11 +268,14 @@ def test_a_picture(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
          "argument --max-classes: invalid int value: 'x' (see 'cadence plan --help')"),
         ("plan decoder.toml --picture plan.gif", "plan.gif: a picture is a .png or .svg file"),
         ("plan --example mine_to_plan", "expected MODULE:OBJECT, found 'mine_to_plan'"),
-        ("plan --example absent_module:f", "absent_module:f: ModuleNotFoundError: No module named 'absent_module'"),
-        ("plan --example mine_to_plan:f", "mine_to_plan:f: AttributeError: module 'mine_to_plan' has no attribute 'f'"),
-        ("plan --example mine_to_plan:fails", "mine_to_plan:fails: RuntimeError: no checkpoint here"),
+        ("plan --example absent_module:f",
+         "absent_module cannot be imported: ModuleNotFoundError: No module named 'absent_module'"),
+        ("plan --example mine_to_plan:exampl",
+         "mine_to_plan: there is no attribute 'exampl'; did you mean 'example'?"),
+        ("plan --example mine_to_plan:fails",
+         "mine_to_plan:fails raises RuntimeError: no checkpoint here ({folder}/mine_to_plan.py:23)"),
         ("plan --example mine_to_plan:nothing",
-         "mine_to_plan:nothing must return (module, args) or (module, args, kwargs)"),
+         "mine_to_plan:nothing must return (module, args) or (module, args, kwargs), found NoneType"),
         ("plan --example mine_to_plan:undeclared", "field 'contract': no contract is declared for a Decoder; write one "
          "into a file, or use cadence_fx.declare"),
         ("plan decoder.toml --example mine_to_plan:example",
@@ -279,7 +285,7 @@ def test_a_picture(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_mistakes(words: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "a.json").write_text('{"dim": 64}')
     (folder / "b.json").write_text('{"dim": 128}')
-    assert told(words, capsys, 2) == f"error: {message}\n"
+    assert told(words, capsys, 2) == f"error: {message}\n".replace("{folder}", str(folder))
 
 
 def test_the_commands_in_the_docs_print_what_they_show(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

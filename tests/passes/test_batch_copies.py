@@ -70,7 +70,7 @@ def forward(self, a_1, b_1, c_1, x_1):
     _foreach_copy__default = aten._foreach_copy_.default([a_1, b_1, narrow], [mul, x_1, narrow_1])
     return (mul,)""",
     )
-    assert notes == ["batch_copies: 3 copies are 1 kernels now"]
+    assert notes == ["batch_copies: 3 copies are 1 kernel now"]
 
 
 def test_work_in_between_ends_a_batch() -> None:

@@ -44,7 +44,7 @@ def test_only_what_is_clear_is_not_cleared() -> None:
         toy.memory.zero_()
         toy.graph.launch()
         assert torch.equal(toy.memory[4:], toy.x) and torch.equal(toy.other, toy.x)
-    assert toy.ctx.notes == ["drop_scalings: 1 kernels that clear a result are left out"]
+    assert toy.ctx.notes == ["drop_scalings: 1 kernel that would clear a result left out"]
 
 
 @pytest.mark.parametrize("options", [{"between": True}, {"apart": True}])

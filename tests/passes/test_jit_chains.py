@@ -109,7 +109,7 @@ def forward(self, x_1, scale_1, shift_1):
     float_chain_default = torch.ops.cadence_fx.float_chain.default([x_1, scale_1, shift_1], 't0 = __fadd_rn(a1, __int_as_float(0x3f800000)) | t1 = __fmul_rn(a0, t0) | t2 = __fadd_rn(t1, a2)', [20, 4, 1])
     return (float_chain_default,)""",  # noqa: E501
     )
-    assert notes == ["jit_chains: 3 operators are 1 kernels now"]
+    assert notes == ["jit_chains: 3 operators are 1 kernel now"]
     val = next(node for node in gm.graph.nodes if node.target is CHAIN).meta["val"]
     assert val.shape == (2, 5, 4) and val.device.type == "cuda"
 

@@ -77,7 +77,7 @@ def forward(self, w_1):
     return (w_1,)""",
     )
     assert not ctx.host.writes and ctx.host.residents[0].dtype == torch.float64
-    assert ctx.notes == ["split_host: 1 values go to the device, 0 are held, 0 leave from the host"]
+    assert ctx.notes == ["split_host: 1 value to the device, 0 held, 0 from the host"]
 
 
 def test_what_the_host_computes_first() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cadence_fx._units import parse_size, size_text
+from cadence_fx._units import counted, parse_size, size_text
 from cadence_fx._yaml import MAX_CHARACTERS, yaml_data
 from cadence_fx.contract import Contract
 from cadence_fx.errors import CadenceError, ContractError, ContractFileError
@@ -266,3 +266,11 @@ def test_a_footprint_weighs_the_product_of_its_sizes() -> None:
     footprint.check({1: "a", -1: "b"})
     with pytest.raises(ContractError, match="axis 4 follows 'a', and the shape has 4 axes"):
         footprint.check({4: "a"})
+
+
+@pytest.mark.parametrize(
+    "count, noun, text",
+    [(1, "class", "1 class"), (0, "class", "0 classes"), (2001, "frame", "2,001 frames"), (3, "axis", "3 axes")],
+)
+def test_what_is_counted_agrees_with_its_number(count: int, noun: str, text: str) -> None:
+    assert counted(count, noun) == text

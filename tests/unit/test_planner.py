@@ -144,7 +144,7 @@ def test_more_classes_than_can_be_counted_are_planned() -> None:
         (CACHE, 3, "captured", "3 extents", ""),
         (CACHE, 2, "too wide", "3 extents, and 2 classes are allowed",
          "a stride of at least 100 frames, or a window of at most 50 frames, or max_classes = 3"),
-        (CACHE, 1, "too wide", "3 extents, and 1 classes are allowed",
+        (CACHE, 1, "too wide", "3 extents, and 1 class is allowed",
          "a window of at most 0 frames, or max_classes = 3"),
         (Region("r", argument="r", axis=0, clock="frame", retention=Ring(8)), 64, "pinned",
          "its extent is always 8", ""),
@@ -217,7 +217,7 @@ def test_totals_sessions_and_what_counts_as_shipped() -> None:
     weights = 10_000
     report = plan(Deployment("both", (captured, PlannedCallable("wide", outside=(wide,))), weights=weights),
                   device_memory=200_000)  # fmt: skip
-    assert report.staging_bytes == 3 * (50 * 8 + 2 * 4)
+    assert report.staging_bytes == 3 * (50 * 8 + 2 * 4) and not report.partial
     assert report.session_bytes == 4 * 402 * 4 + 10_000  # the second as shipped: it is not captured
     assert report.shared_bytes == weights + report.staging_bytes + (402 + 56) + 9 * 4
     assert report.peak_bytes == report.shared_bytes + report.session_bytes
@@ -227,6 +227,25 @@ def test_totals_sessions_and_what_counts_as_shipped() -> None:
     assert report.region("captured", "cache").over_reservation == 64_000 / 6432
     assert report.capture_seconds == report.callable("captured").capture_seconds
     assert plan(captured, weights=7).weights == 7 and plan(captured).weights is None
+
+
+def test_what_is_not_weighed_is_not_counted() -> None:
+    """Nothing known is no 0 bytes, and a sum without some of its parts is a bound."""
+    contract = Contract([FRAME], [CACHE], inputs=[Input("x", axis=0, clock="frame")])
+    report = plan(contract, device_memory=1 << 30)
+    totals = report.as_dict()["totals"]
+    names = ("staging_bytes", "shared_bytes", "session_bytes", "peak_bytes", "stock_peak_bytes", "sessions",
+             "stock_sessions")  # fmt: skip
+    assert [totals[name] for name in names] == [None] * len(names)
+    assert report.unweighed == ["contract.cache", "contract.x"]
+    rows = {line.strip().split("  ")[0]: line.split("  ")[-1].strip() for line in str(report).splitlines()}
+    told = ("staging", "state of a session", "resident, one session", "sessions in 1.0 GiB")
+    assert [rows[name] for name in told] == ["not counted"] * 4
+    weighed = PlannedCallable("c", contract, regions={"cache": Footprint((4, "frame"))})
+    text = str(plan(contract, weighed, device_memory=1 << 30))
+    assert "at least 6.3 KiB" in text and f"at most {(1 << 30) // (4 * 402 * 4):,}" in text
+    nothing = plan(Contract([FRAME], inputs=[Input("x", axis=0, clock="frame")]))
+    assert nothing.session_bytes == 0 and nothing.staging_bytes is None
 
 
 def test_axes_of_one_input_may_differ() -> None:
