@@ -30,7 +30,9 @@ class Scaled(nn.Module):
 
 
 def bound(scaled: Scaled) -> Any:
-    return base.compiler(BACKEND, None)(scaled, Contract([Clock("frame", 4)], inputs=[Input("x", axis=0, clock="frame")]))
+    return base.compiler(BACKEND, None, dynamic=False)(
+        scaled, Contract([Clock("frame", 4)], inputs=[Input("x", axis=0, clock="frame")])
+    )
 
 
 @torch.no_grad()

@@ -231,7 +231,7 @@ def test_code_that_cannot_be_followed_is_counted_and_costs_later_frames_nothing(
     before = pair.counts()
     pair.frame()
     for mimi in pair.both:  # the vendor's code raises before it has written any state
-        first = next(module for module in mimi.encoder.modules() if isinstance(module, torch.nn.Conv1d))
+        first: Any = next(module for module in mimi.encoder.modules() if isinstance(module, torch.nn.Conv1d))
         weight, first.weight = first.weight, None
         with pytest.raises(TypeError, match="weight"):
             mimi.encode(torch.zeros(1, 1, SAMPLES))
