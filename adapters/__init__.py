@@ -1,6 +1,6 @@
 """Declarations for released model families, one module each; this package alone may name models."""
 
-from cadence_fx.adapters.base import Adapter, Binding, Replaced, compiler
+from cadence_fx.adapters.base import Adapter, Binding, Replaced, call, compiler
 from cadence_fx.adapters.families import Family, Release, families, register_family, unregister_family
 from cadence_fx.adapters.front import Bound, BoundReport, bind, unbind
 from cadence_fx.adapters.registry import contract_for, hazards_for, register, unregister
@@ -14,6 +14,7 @@ __all__ = [
     "Release",
     "Replaced",
     "bind",
+    "call",
     "compiler",
     "contract_for",
     "families",

@@ -3,6 +3,8 @@ binding of a vendor's object to steps that have them."""
 
 from __future__ import annotations
 
+import logging
+import types
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -10,9 +12,12 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from cadence_fx._torch import is_untraced
 from cadence_fx.contract import Contract
 from cadence_fx.errors import AlreadyBound, ContractError
 from cadence_fx.hazard import Hazard
+
+log = logging.getLogger("cadence_fx")
 
 Compile = Callable[[nn.Module, Contract], Callable[..., Any]]
 
@@ -59,6 +64,13 @@ class Binding(Protocol):
     def unbind(self) -> None:
         """Gives the object its own code, buffers and attributes back, bit for bit. A stream that is open goes on."""
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy of the vendor's object would reach the steps, and so the weights and states, of the first one."""
+        raise TypeError(
+            "an object that is bound is neither copied nor pickled: its captured graphs belong to it. Copy it after "
+            "`unbind`, and bind the copy"
+        )
+
 
 class Replaced:
     """Methods of a vendor's objects that are others while bound; `release` leaves each object's attributes as they
@@ -95,6 +107,9 @@ class Replaced:
             vars(owner).pop(name, None)
 
 
+UNTRACED = "not traceable"
+
+
 def replays(backend: Any) -> bool:
     """Whether steps that are compiled with a backend are replayed by this project's engine."""
     return backend == "cadence" or getattr(backend, "__module__", None) == "cadence_fx.backend"
@@ -109,14 +124,38 @@ class Advises(Protocol):
 
 
 def compiler(backend: str | Callable[..., Any] | None, passes: Any, dynamic: bool | None = None) -> Compile:
-    """What makes a callable of a step and its contract: `torch.compile` with the backend, or nothing at all."""
+    """What makes a callable of a step and its contract: `torch.compile` with the backend, or nothing at all.
+
+    Dynamo counts its graphs by code object, up to `recompile_limit`, and gives up a code object for good once it could
+    not follow it to its end. So each step has a code object of its own, which others of its class do not use up, and is
+    followed whole or not at all: see `call`.
+    """
 
     def compiled(step: nn.Module, contract: Contract) -> Callable[..., Any]:
         if backend is None:
             return step
+        shipped: Any = type(step).forward
+        own = types.FunctionType(
+            shipped.__code__.replace(), shipped.__globals__, shipped.__name__, shipped.__defaults__, shipped.__closure__
+        )
+        step.forward = types.MethodType(own, step)
         options: dict[str, Any] = {"contract": contract}
         if passes is not None:
             options["passes"] = passes
-        return torch.compile(step, backend=backend, dynamic=dynamic, options=options)
+        return torch.compile(step, backend=backend, fullgraph=True, dynamic=dynamic, options=options)
 
     return compiled
+
+
+def call(step: Callable[..., Any], given: Sequence[Any], otherwise: Callable[[], Any], counts: Counter[str]) -> Any:
+    """`step(*given)`; where Dynamo cannot follow that call (the code raises, say, or it has as many graphs as it may
+    have), `otherwise()`, the vendor's code, counted as "not traceable"."""
+    try:
+        return step(*given)
+    except Exception as error:
+        if not is_untraced(error):
+            raise
+        if not counts[UNTRACED]:
+            log.warning("a call runs the vendor's code: Dynamo cannot follow it: %s", str(error).partition("\n")[0])
+        counts[UNTRACED] += 1
+    return otherwise()  # outside of the handler: what it raises is the vendor's, and has no context

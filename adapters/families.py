@@ -39,12 +39,16 @@ class Release:
     def __str__(self) -> str:
         return f"{self.distribution}{' ' if self.packaged else '@'}{self.version}"
 
-    def problems(self, kind: type, given: Any, methods: tuple[str, ...]) -> list[str]:
+    def problems(self, kind: type, given: Any, methods: tuple[str, ...], spelled: tuple[str, ...]) -> list[str]:
         """What tells an object, of a class of this name, from those of this release; nothing for one of them."""
         found = [f"no {name!r}" for name in (*methods, *self.has) if not _has(given, name)]
         found += [f"an unexpected {name!r}" for name in self.lacks if _has(given, name)]
         if self.packaged and (version := version_of(kind, self.distribution)) != self.version:
             found.insert(0, f"its version is {version or 'unknown'}")
+        if self.packaged:
+            found += [
+                f"a {name!r} that is not the vendor's" for name in spelled if not _is_of_vendor(kind, given, name)
+            ]
         return found
 
 
@@ -54,9 +58,10 @@ class Family:
 
     name: of the family; models: the released models that it serves; classes: qualified names of the vendor's classes,
     without the top-level package, which vendors rename; methods: what an object must have in every release, by dotted
-    path; adapter: what binds one, called with the object and the options of `bind`, as "module:attribute" or as it is;
-    released: a callable without arguments that gives the contracts of the released sizes, in the same form; modules:
-    the adapter's own modules; shared: those that other families use, too.
+    path; spelled: methods that a step or a binding spells again, by dotted path, which must be the vendor's: one of a
+    subclass would not be called; adapter: what binds one, called with the object and the options of `bind`, as
+    "module:attribute" or as it is; released: a callable without arguments that gives the contracts of the released
+    sizes, in the same form; modules: the adapter's own modules; shared: those that other families use, too.
     """
 
     name: str
@@ -65,6 +70,7 @@ class Family:
     releases: tuple[Release, ...]
     adapter: str | Callable[..., Binding]
     methods: tuple[str, ...] = ()
+    spelled: tuple[str, ...] = ()
     released: str | Callable[[], dict[str, Contract]] | None = None
     modules: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
@@ -80,6 +86,8 @@ class Family:
 
 
 _STREAMING = ("streaming", "streaming_forever", "reset_streaming", "set_streaming_state", "get_streaming_state")
+_CODEC = ("encode", "decode", "_encode_to_unquantized_latent", "_to_framerate", "_to_encoder_framerate",
+          "decode_latent")  # fmt: skip
 _TOKEN2WAV = ("stream", "set_stream_cache", "flow.setup_cache", "flow.inference_chunk", "flow.encoder.forward_chunk",
               "flow.decoder.forward_chunk")  # fmt: skip
 _SHARED = ("token2wav", "token2wav_prompts", "token2wav_steps", "token2wav_geometry", "token2wav_released")
@@ -90,6 +98,7 @@ FAMILIES: list[Family] = [
         models="MiniCPM-o 4.5, Step-Audio 2",
         classes=("token2wav.Token2wav",),
         methods=_TOKEN2WAV,
+        spelled=("stream", "flow.inference_chunk"),
         releases=(
             Release("stepaudio2-minicpmo", "0.1.1", has=("n_timesteps", "hift.forward"), lacks=("bounded_vocoder",)),
         ),
@@ -103,6 +112,11 @@ FAMILIES: list[Family] = [
         models="MiniCPM-o 4.5 with its causal vocoder",
         classes=("token2wav.Token2wav",),
         methods=_TOKEN2WAV,
+        spelled=(
+            "stream",
+            "flow.inference_chunk",
+            *(f"bounded_vocoder.{name}" for name in ("stream", "_process", "_source")),
+        ),
         releases=(Release("minicpmo-utils", "1.0.7", has=("n_timesteps", "bounded_vocoder.stream")),),
         adapter="cadence_fx.adapters.token2wav:Token2WavStream",
         released="cadence_fx.adapters.token2wav_released:causal",
@@ -132,6 +146,7 @@ FAMILIES: list[Family] = [
         models="Moshi's codec",
         classes=("models.compression.MimiModel",),
         methods=("encode", "decode", "encode_to_latent", *_STREAMING),
+        spelled=_CODEC,
         releases=(Release("moshi", "0.2.13"),),
         adapter="cadence_fx.adapters.moshi:MimiStream",
         released="cadence_fx.adapters.moshi:released",
@@ -143,6 +158,7 @@ FAMILIES: list[Family] = [
         models="Moshi",
         classes=("models.lm.LMGen",),
         methods=("step", "_step", "lm_model.forward_depformer", *_STREAMING),
+        spelled=("depformer_step",),
         releases=(Release("moshi", "0.2.13"),),
         adapter="cadence_fx.adapters.moshi_lm:DialogueStream",
         released="cadence_fx.adapters.moshi_lm:released",
@@ -154,6 +170,7 @@ FAMILIES: list[Family] = [
         models="PersonaPlex's codec",
         classes=("models.compression.MimiModel",),
         methods=("encode", "decode", "set_streaming_state_inplace"),
+        spelled=_CODEC,
         releases=(Release("moshi-personaplex", "0.1.0"),),
         adapter="cadence_fx.adapters.personaplex:PersonaMimiStream",
         modules=("personaplex",),
@@ -164,6 +181,7 @@ FAMILIES: list[Family] = [
         models="PersonaPlex",
         classes=("models.lm.LMGen",),
         methods=("step", "step_embeddings", "set_streaming_state_inplace"),
+        spelled=("step", "step_embeddings", "depformer_step", "lm_model.forward_codes"),
         releases=(Release("moshi-personaplex", "0.1.0"),),
         adapter="cadence_fx.adapters.personaplex_lm:PersonaDialogueStream",
         modules=("personaplex_lm",),
@@ -224,7 +242,7 @@ def family_of(given: Any) -> tuple[Family, Release]:
     problems = {}
     for family, named in found:
         for release in family.releases:
-            wrong = release.problems(named, given, family.methods)
+            wrong = release.problems(named, given, family.methods, family.spelled)
             if not wrong:
                 return family, release
             problems[f"{release} ({family.name})"] = wrong
@@ -261,6 +279,16 @@ def _has(given: Any, path: str) -> bool:
     except AttributeError:
         return False
     return True
+
+
+def _is_of_vendor(kind: type, given: Any, path: str) -> bool:
+    """Whether the class of the owner of a method has the one of the package that `kind` is of; True for none at all."""
+    owner, _, name = path.rpartition(".")
+    if owner and not _has(given, owner):
+        return True
+    method = getattr(type(attrgetter(owner)(given) if owner else given), name, None)
+    package = kind.__module__.partition(".")[0]
+    return method is None or getattr(method, "__module__", package).partition(".")[0] == package
 
 
 def _loaded(given: Any) -> Callable[..., Any]:

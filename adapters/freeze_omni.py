@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cadence_fx.adapters.base import Binding, compiler
+from cadence_fx.adapters.base import Binding, Replaced, call, compiler
 from cadence_fx.clock import Clock
 from cadence_fx.contract import Contract, Input
-from cadence_fx.errors import AlreadyBound, ContractError
+from cadence_fx.errors import ContractError
 
 __all__ = ["ADAPTER", "FreezeOmniStream", "WindowStep", "Windows", "released"]
 
@@ -111,7 +111,8 @@ class FreezeOmniStream(Binding):
         h = self.vqvae.h
         self._groups, self._speaker = h.n_code_groups * h.residul_layer, (1, 1, h.global_code_num)
         self._shapes = frozenset((1, size, self._groups) for size in self.windows.sizes)
-        self.vqvae.forward = self._forward
+        self._replaced = Replaced()
+        self._replaced.put(self.vqvae, forward=self._forward)
 
     @torch.no_grad()
     def warm_up(self, verb: Callable[..., Any], *, dtype: torch.dtype | None = torch.bfloat16) -> list[Any]:
@@ -142,12 +143,14 @@ class FreezeOmniStream(Binding):
             return self.plain(x, global_style_token)  # type: ignore[no-any-return]
         # A tail that follows right after a window is the end of it: its strides are the window's, and say nothing.
         own = x.clone(memory_format=torch.contiguous_format) if x.storage_offset() else x
-        samples: Tensor = self.step(own, global_style_token)
+        samples: Tensor = call(
+            self.step, (own, global_style_token), lambda: self.plain(x, global_style_token), self.eager_calls
+        )
         return samples
 
     def unbind(self) -> None:
         """Gives the codec its own method back."""
-        del self.vqvae.forward
+        self._replaced.release()
 
 
 def _codec(speech: Any) -> Any:
@@ -165,8 +168,6 @@ def _codec(speech: Any) -> Any:
         raise ContractError(
             f"expected llm2TTS, VqvaeTester or VQVAE of Freeze-Omni at 3e17af4, found {found}", field="speech"
         )
-    if "forward" in vars(vqvae):
-        raise AlreadyBound(type(vqvae).__name__)
     if any(hasattr(module, "weight_g") for module in vqvae.generator.modules()):
         raise ContractError(
             "the generator computes its weights in every call: generator.remove_weight_norm(), as llm2TTS does",

@@ -19,8 +19,8 @@ repeats the first frame is still to come, is made anew by each call.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from itertools import chain
 from typing import Any
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cadence_fx.adapters.base import Binding, compiler
+from cadence_fx.adapters.base import Binding, Replaced, call, compiler
 from cadence_fx.adapters.moshi_state import (
     MOSHI,
     Field,
@@ -41,6 +41,7 @@ from cadence_fx.adapters.moshi_state import (
     counters,
     fields_of,
     layers_of,
+    placed,
     regions,
     uncompiled,
 )
@@ -55,10 +56,11 @@ class Step(nn.Module):
     """A half of the codec, for `batch` streams and `codebooks` codes a frame."""
 
     parts: tuple[str, ...] = ()  # the attributes of the vendor's model that hold the state of this half
+    method = ""  # the vendor's
 
     def __init__(self, mimi: Any, batch: int, codebooks: int) -> None:
         super().__init__()
-        self.mimi, self.batch, self.codebooks = mimi, batch, codebooks
+        self.mimi, self.batch, self.codebooks, self.placed = mimi, batch, codebooks, placed(mimi)
         self._layers = layers_of(*(getattr(mimi, part) for part in self.parts))
         self._uncompiled = uncompiled(mimi)
 
@@ -89,6 +91,17 @@ class Step(nn.Module):
         """The shape of a call's argument."""
         raise NotImplementedError
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of a call's argument."""
+        return self.placed[0]
+
+    def refuses(self, given: Tensor) -> str | None:
+        """Why an argument is not that of a declared frame, if it is not."""
+        if given.shape != self.given:
+            return "undeclared size"
+        return None if given.dtype == self.dtype else "undeclared dtype"
+
     def example(self) -> Tensor:
         """A random argument of a call."""
         raise NotImplementedError
@@ -102,6 +115,7 @@ class EncodeStep(Step):
     """Samples (batch, 1, 1920) to codes (batch, codebooks, 1) int64, by the vendor's own modules."""
 
     parts = ("encoder", "encoder_transformer", "downsample")
+    method = "encode"
 
     @property
     def given(self) -> tuple[int, ...]:
@@ -122,6 +136,11 @@ class DecodeStep(Step):
     """Codes (batch, codebooks, 1) int64 to samples (batch, 1, 1920), by the vendor's own modules."""
 
     parts = ("decoder", "decoder_transformer", "upsample")
+    method = "decode"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.int64
 
     @property
     def given(self) -> tuple[int, ...]:
@@ -165,10 +184,9 @@ class MimiStream(Binding):
 
     FAMILY = MOSHI
     STEPS: tuple[type[Step], type[Step]] = (EncodeStep, DecodeStep)
-    METHODS = ("encode", "decode", "encode_to_latent")
 
     def __init__(self, mimi: Any, *, backend: str | Callable[..., Any] | None = None, passes: Any = None) -> None:
-        check(mimi, "MimiModel", self.METHODS, self.FAMILY)
+        check(mimi, "MimiModel", self.FAMILY)
         both = mimi.encoder_transformer is not None and mimi.decoder_transformer is not None
         if not both or mimi.resample_method != "conv" or mimi.encoder_frame_rate == mimi.frame_rate:
             raise ContractError("only a codec with two transformers and learnt resampling is declared", field="mimi")
@@ -178,9 +196,9 @@ class MimiStream(Binding):
         self.plain: dict[tuple[type[Step], int, int], Step] = {}
         self.steps: dict[Step, Callable[..., Any]] = {}
         self._compiled = compiler(backend, passes, dynamic=False)
-        self._made: list[Any] = []  # codebooks whose table was not there before
-        self._graphs, self._uncompiled = HandWrittenGraphs(), uncompiled(mimi)
-        mimi.encode, mimi.decode, mimi.encode_to_latent = self._encode, self._decode, self._encode_to_latent
+        self._tables: dict[Any, Tensor] = {}  # of codebooks, where the steps read them
+        self._graphs, self._uncompiled, self._replaced = HandWrittenGraphs(), uncompiled(mimi), Replaced()
+        self._replaced.put(mimi, encode=self._encode, decode=self._decode, encode_to_latent=self._encode_to_latent)
 
     @torch.no_grad()
     def warm_up(self, verb: Callable[..., Any], batch: int = 1) -> list[Any]:
@@ -189,7 +207,7 @@ class MimiStream(Binding):
         It takes the states of the stream that is open, and its batch, or opens one of `batch` streams meanwhile.
         """
         mimi = self.mimi
-        with nullcontext() if mimi.is_streaming else mimi.streaming(batch):
+        with self._meanwhile(), nullcontext() if mimi.is_streaming else mimi.streaming(batch):
             state, results = mimi._streaming_state, []
             self._graphs.turn_off(state)
             for kind in self.STEPS:
@@ -198,28 +216,56 @@ class MimiStream(Binding):
 
     def _warm_up(self, verb: Callable[..., Any], kind: type[Step], batch: int) -> Any:
         step = self._step(kind, batch, self.mimi.num_codebooks)
-        return verb(self.steps[step], step.example().to(step.device))
+        self._make_tables()
+        return verb(self.steps[step], step.example().to(dtype=step.dtype, device=step.device))
 
     def _step(self, kind: type[Step], batch: int, codebooks: int) -> Step:
-        """The plain step; the compiled one is in `steps`. Every table that it reads exists afterwards."""
+        """The plain step; the compiled one is in `steps`. Those of weights of another dtype or device are given up."""
         key = kind, batch, codebooks
-        if key not in self.plain:
+        step = self.plain.get(key)
+        if step is None or step.placed != placed(self.mimi):
+            self.steps.pop(step, None)  # type: ignore[arg-type]
             step = self.plain[key] = kind(self.mimi, batch, codebooks)
             self.steps[step] = self._compiled(step, step.contract())
-        for quantizer in (self.mimi.quantizer.rvq_first, self.mimi.quantizer.rvq_rest):
-            for layer in quantizer.vq.layers[: quantizer.n_q]:
-                if layer._codebook._embedding is None:
-                    self._made.append(layer._codebook)
-                    _ = layer._codebook.embedding  # the vendor makes it where it is first read, in the middle of a call
-        return self.plain[key]
+        return step
+
+    @property
+    def _codebooks(self) -> list[Any]:
+        both = (self.mimi.quantizer.rvq_first, self.mimi.quantizer.rvq_rest)
+        return [layer._codebook for each in both for layer in each.vq.layers[: each.n_q]]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _make_tables(self) -> None:
+        """Every table that the steps read, which the vendor makes where it is first read, in the middle of a call; one
+        that is made anew goes where the last one was."""
+        for codebook in self._codebooks:
+            if codebook._embedding is not None and self._tables.get(codebook) is codebook._embedding:
+                continue
+            table = codebook.embedding
+            kept = self._tables.setdefault(codebook, table)
+            if kept.is_inference() or (kept.dtype, kept.device) != (table.dtype, table.device):
+                self._tables[codebook] = table
+            elif kept is not table:
+                codebook._embedding = kept.copy_(table)
+
+    @contextmanager
+    def _meanwhile(self) -> Iterator[None]:
+        """Tables that are made meanwhile are the vendor's to make, of the weights that there are when it first does."""
+        fresh = [codebook for codebook in self._codebooks if codebook._embedding is None]
+        try:
+            yield
+        finally:
+            for codebook in fresh:
+                codebook._embedding = None
 
     def _encode(self, x: Tensor) -> Tensor:
         """In place of `MimiModel.encode`: samples (batch, 1, n) to codes (batch, codebooks, n / 1920)."""
-        return self._call(self.STEPS[0], type(self.mimi).encode, x)
+        return self._call(self.STEPS[0], x)
 
     def _decode(self, codes: Tensor) -> Tensor:
         """In place of `MimiModel.decode`: codes (batch, codebooks, n) to samples (batch, 1, 1920 * n)."""
-        return self._call(self.STEPS[1], type(self.mimi).decode, codes)
+        return self._call(self.STEPS[1], codes)
 
     def _encode_to_latent(self, x: Tensor, quantize: bool = True) -> Tensor:
         """In place of `MimiModel.encode_to_latent`: the vendor's code, without its graphs."""
@@ -228,24 +274,30 @@ class MimiStream(Binding):
         with self._uncompiled():
             return type(self.mimi).encode_to_latent(self.mimi, x, quantize)  # type: ignore[no-any-return]
 
-    def _call(self, kind: type[Step], shipped: Callable[..., Tensor], given: Tensor) -> Tensor:
+    def _call(self, kind: type[Step], given: Tensor) -> Tensor:
         state = self.mimi._streaming_state
         self._graphs.turn_off(state)
         step = "not streaming" if state is None else self._serving(kind, state, given)
         if isinstance(step, str):
             self.eager_calls[step] += 1
-            with self._uncompiled():
-                return shipped(self.mimi, given)
-        with counted(counters(step.transformer)):
-            result: Tensor = self.steps[step](canonical(given))
+            return self._shipped(kind, given)
+        self._make_tables()
+        result: Tensor = call(self._run, (step, given), lambda: self._shipped(kind, given), self.eager_calls)
         return result
+
+    def _run(self, step: Step, given: Tensor) -> Tensor:
+        with counted(counters(step.transformer)):
+            return self.steps[step](canonical(given))  # type: ignore[no-any-return]
+
+    def _shipped(self, kind: type[Step], given: Tensor) -> Tensor:
+        """The vendor's code."""
+        with self._uncompiled():
+            return getattr(type(self.mimi), kind.method)(self.mimi, given)  # type: ignore[no-any-return]
 
     def _serving(self, kind: type[Step], state: Any, given: Tensor) -> Step | str:
         """The step that a call of an open stream is, or why it is none."""
         step = self._step(kind, state.batch_size, self.mimi.num_codebooks)
-        if given.shape != step.given:
-            return "undeclared size"
-        return step if step.streams() else "detached layers"
+        return step.refuses(given) or (step if step.streams() else "detached layers")
 
     def compiled(self) -> dict[str, Callable[..., Any]]:
         return {name: self.steps[step] for name, step in self._named().items()}
@@ -259,12 +311,9 @@ class MimiStream(Binding):
 
     def unbind(self) -> None:
         """Gives the object its own methods back, as it was. A stream that is open goes on where it is."""
-        mimi = self.mimi
-        del mimi.encode, mimi.decode, mimi.encode_to_latent
+        self._replaced.release()
         self._graphs.release()
-        for codebook in self._made:
-            codebook._embedding = None
-        self.plain, self.steps, self._made = {}, {}, []
+        self.plain, self.steps, self._tables = {}, {}, {}
 
 
 class _Mimi:

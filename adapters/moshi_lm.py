@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cadence_fx.adapters.base import Binding, compiler
+from cadence_fx.adapters.base import Binding, Replaced, call, compiler
 from cadence_fx.adapters.moshi_state import (
     MOSHI,
     HandWrittenGraphs,
@@ -32,8 +32,10 @@ from cadence_fx.adapters.moshi_state import (
     counters,
     fields_of,
     layers_of,
+    placed,
     regions,
     uncompiled,
+    vendor_class,
 )
 from cadence_fx.clock import Clock
 from cadence_fx.contract import Contract, Region
@@ -57,7 +59,7 @@ class DepthStep(nn.Module):
         super().__init__()
         self.gen, self.batch = gen, batch
         self._layers = layers_of(gen.lm_model.depformer)
-        self._sample = sys.modules[type(gen).__module__].sample_token  # type: ignore[attr-defined]
+        self._sample = sys.modules[vendor_class(gen).__module__].sample_token  # type: ignore[attr-defined]
 
     def forward(
         self, token: Tensor, hidden: Tensor, given: Tensor | None = None, provided: Tensor | None = None
@@ -87,7 +89,7 @@ class DialogueStep(nn.Module):
 
     def __init__(self, gen: Any, batch: int) -> None:
         super().__init__()
-        self.gen, self.batch = gen, batch
+        self.gen, self.batch, self.placed = gen, batch, placed(gen.lm_model)
         self.depth = DepthStep(gen, batch)
         self._layers = layers_of(gen.lm_model.transformer)
         self._uncompiled = uncompiled(gen)
@@ -160,7 +162,7 @@ class DialogueStream(Binding):
     METHODS: dict[str, str] = {"_step": "_step"}  # of the vendor's object -> which of this one is in its place
 
     def __init__(self, gen: Any, *, backend: str | Callable[..., Any] | None = None, passes: Any = None) -> None:
-        check(gen, "LMGen", self.METHODS, self.FAMILY)
+        check(gen, "LMGen", self.FAMILY)
         if gen.lm_model.depformer is None or getattr(gen, "cfg_coef", 1.0) != 1.0:
             raise ContractError("only a model with a depth transformer, without guidance, is declared", field="gen")
         check_attention(gen.lm_model.transformer, "LMGen")
@@ -169,9 +171,8 @@ class DialogueStream(Binding):
         self.plain: dict[int, DialogueStep] = {}
         self.steps: dict[DialogueStep, Callable[..., Any]] = {}
         self._compiled = compiler(backend, passes, dynamic=False)
-        self._graphs, self._uncompiled = HandWrittenGraphs(), uncompiled(gen)
-        for name, own in self.METHODS.items():
-            setattr(gen, name, getattr(self, own))
+        self._graphs, self._uncompiled, self._replaced = HandWrittenGraphs(), uncompiled(gen), Replaced()
+        self._replaced.put(gen, **{name: getattr(self, own) for name, own in self.METHODS.items()})
 
     @torch.no_grad()
     def warm_up(self, verb: Callable[..., Any], batch: int = 1) -> Any:
@@ -187,10 +188,13 @@ class DialogueStream(Binding):
             return verb(self.steps[step], *step.example())
 
     def _step_of(self, batch: int) -> DialogueStep:
-        if batch not in self.plain:
+        """The plain step; the compiled one is in `steps`. Those of weights of another dtype or device are given up."""
+        step = self.plain.get(batch)
+        if step is None or step.placed != placed(self.gen.lm_model):
+            self.steps.pop(step, None)  # type: ignore[arg-type]
             step = self.plain[batch] = self.STEP(self.gen, batch)
             self.steps[step] = self._compiled(step, step.contract())
-        return self.plain[batch]
+        return step
 
     def _undeclared(self, codes: Tensor, replaced: Tensor | None) -> str | None:
         """Why a call is not a declared frame, if it is not."""
@@ -216,13 +220,25 @@ class DialogueStream(Binding):
         self._graphs.turn_off(state)
         if (reason := self._undeclared(input_tokens, depformer_replace_tokens)) is not None:
             self.eager_calls[reason] += 1
-            with self._uncompiled():
-                return type(gen)._step(gen, input_tokens, depformer_replace_tokens)  # type: ignore[no-any-return]
+            return self._shipped("_step", input_tokens, depformer_replace_tokens)  # type: ignore[no-any-return]
         step = self._step_of(state.batch_size)
+        found: Frame | None = call(
+            self._run, (step, input_tokens), lambda: self._shipped("_step", input_tokens), self.eager_calls
+        )
+        return found
+
+    def _run(self, step: DialogueStep, input_tokens: Tensor) -> Frame | None:
+        gen = self.gen
+        state = gen._streaming_state
         with counted([state, *counters(gen.lm_model.transformer)]):
             tokens, hidden = self.steps[step](canonical(input_tokens[:, : step.codebooks]))
         speaks = gen.support_out_of_sync or state.offset_cpu > gen.max_delay
         return (tokens, hidden) if speaks else None
+
+    def _shipped(self, method: str, *given: Any) -> Any:
+        """The vendor's code."""
+        with self._uncompiled():
+            return getattr(type(self.gen), method)(self.gen, *given)
 
     def compiled(self) -> dict[str, Callable[..., Any]]:
         return {self._name(step): compiled for step, compiled in self.steps.items()}
@@ -236,8 +252,7 @@ class DialogueStream(Binding):
 
     def unbind(self) -> None:
         """Gives the object its own methods back, as it was. A stream that is open goes on where it is."""
-        for name in self.METHODS:
-            delattr(self.gen, name)
+        self._replaced.release()
         self._graphs.release()
         self.plain, self.steps = {}, {}
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from cadence_fx.contract import Region
-from cadence_fx.errors import AlreadyBound, ContractError
+from cadence_fx.errors import ContractError
 from cadence_fx.retention import Pinned, Retention, Ring
 
 Field = tuple[str, int, Retention]  # of a layer's state: its name, axis and retention
@@ -38,22 +38,32 @@ class Family:
 MOSHI = Family("moshi", ("0.2.13",))
 
 
-def check(given: Any, expected: str, methods: Iterable[str], family: Family = MOSHI) -> None:
-    """Raises ContractError unless an object is of a class and version that is declared here, and not bound yet."""
+def vendor_class(given: Any) -> type:
+    """The vendor's own class of a codec or a language model, which may be of a subclass."""
+    kinds = [kind for kind in type(given).__mro__ if kind.__name__ in ("MimiModel", "LMGen")]
+    return kinds[-1] if kinds else type(given)
+
+
+def placed(module: nn.Module) -> tuple[torch.dtype, torch.device]:
+    """Dtype and device of a module's weights, which `.to` may change between two calls."""
+    first = next(module.parameters())
+    return first.dtype, first.device
+
+
+def check(given: Any, expected: str, family: Family = MOSHI) -> None:
+    """Raises ContractError unless an object is of a class and version that is declared here."""
     package = _package_of(given)
     version = getattr(sys.modules.get(package), "__version__", None)
-    named = expected in {kind.__name__ for kind in type(given).__mro__} and hasattr(given, family.mark)
+    named = vendor_class(given).__name__ == expected and hasattr(given, family.mark)
     if not named or version not in family.versions:
         found = f"{type(given).__qualname__} of {package} {version or 'without a version'}"
         wanted = f"{family.name} {' or '.join(family.versions)}"
         raise ContractError(f"expected the {expected} of {wanted}, found a {found}", field=expected)
-    if not vars(given).keys().isdisjoint(methods):
-        raise AlreadyBound(expected)
 
 
 def _package_of(given: Any) -> str:
     """The package of an object whose class is in `package.models.module`, or another as deep."""
-    return type(given).__module__.rsplit(".", 2)[0]
+    return vendor_class(given).__module__.rsplit(".", 2)[0]
 
 
 def check_attention(root: nn.Module, expected: str) -> None:

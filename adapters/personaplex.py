@@ -175,7 +175,8 @@ class PersonaMimiStream(moshi.MimiStream):
         mimi._start_streaming(batch)
         try:
             self._graphs.turn_off(mimi._streaming_state)
-            return [self._warm_up(verb, kind, batch) for kind in self.STEPS for _ in (True, False)]
+            with self._meanwhile():
+                return [self._warm_up(verb, kind, batch) for kind in self.STEPS for _ in (True, False)]
         finally:
             for layer, state in shipped:
                 layer._streaming_state = state
@@ -186,16 +187,15 @@ class PersonaMimiStream(moshi.MimiStream):
         step.settle()
         result = super()._warm_up(verb, kind, batch)
         if step.first:
-            step(step.example().to(step.device))  # eager: states as after a first frame
+            step(step.example().to(dtype=step.dtype, device=step.device))  # eager: states as after a first frame
         return result
 
-    def _call(self, kind: type[moshi.Step], shipped: Callable[..., Tensor], given: Tensor) -> Tensor:
+    def _run(self, step: Any, given: Tensor) -> Tensor:
         try:
-            return super()._call(kind, shipped, given)
+            step.settle()
+            return super()._run(step, given)
         except BaseException:
-            for step in self.plain.values():
-                if isinstance(step, _Rebinding):
-                    step.forget()
+            step.forget()
             raise
 
     def _serving(self, kind: type[moshi.Step], state: Any, given: Tensor) -> moshi.Step | str:
@@ -203,12 +203,7 @@ class PersonaMimiStream(moshi.MimiStream):
         step: Any = self._step(kind, batch, self.mimi.num_codebooks) if batch is not None else None
         if step is None or not step.streams():
             return "detached layers"
-        if given.shape != step.given:
-            return "undeclared size"
-        if not step.meets():
-            return "undeclared state"
-        step.settle()
-        return step  # type: ignore[no-any-return]
+        return step.refuses(given) or (step if step.meets() else "undeclared state")  # type: ignore[no-any-return]
 
 
 class _PersonaMimi:

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from cadence_fx.adapters import moshi_lm
-from cadence_fx.adapters.moshi_state import canonical, count_from_zero, counted, counters, regions
+from cadence_fx.adapters.base import call
+from cadence_fx.adapters.moshi_state import canonical, count_from_zero, counted, counters, regions, vendor_class
 from cadence_fx.adapters.personaplex import PERSONAPLEX, fields
 from cadence_fx.clock import Clock
 from cadence_fx.contract import Contract, Region
@@ -52,7 +53,7 @@ class DialogueStep(moshi_lm.DialogueStep):
     @property
     def codebooks(self) -> int:
         """Codes that come in with a frame."""
-        return int(self.gen.lm_model.n_q - sys.modules[type(self.gen).__module__].AUDIO_TOKENS_PER_STREAM)
+        return int(self.gen.lm_model.n_q - sys.modules[vendor_class(self.gen).__module__].AUDIO_TOKENS_PER_STREAM)
 
     @property
     def width(self) -> int:
@@ -136,9 +137,9 @@ class PersonaDialogueStream(moshi_lm.DialogueStream):
         reason = self._why_not(input_tokens) or ("embeddings" if return_embeddings else None)
         if reason is not None or input_tokens is None:
             self.eager_calls[str(reason)] += 1
-            with self._uncompiled():
-                return type(gen).step(gen, input_tokens, moshi_tokens, text_token, return_embeddings)
-        return self._frame(input_tokens, moshi_tokens, text_token)
+            return self._shipped("step", input_tokens, moshi_tokens, text_token, return_embeddings)
+        given = input_tokens, moshi_tokens, text_token
+        return call(self._frame, given, lambda: self._shipped("step", *given), self.eager_calls)
 
     @torch.no_grad()
     def _say_embeddings(self, embeddings: Tensor) -> Any:
@@ -158,10 +159,10 @@ class PersonaDialogueStream(moshi_lm.DialogueStream):
             declared = embeddings.shape == like.shape and embeddings.dtype == like.dtype
             reason = self._why_not(codes) or ("" if declared else "undeclared size")
             if not reason:
-                return self._frame(codes, others, text, (canonical(embeddings), step.spoken))
+                given = codes, others, text, (canonical(embeddings), step.spoken)
+                return call(self._frame, given, lambda: self._shipped("step_embeddings", embeddings), self.eager_calls)
         self.eager_calls[reason] += 1
-        with self._uncompiled():
-            return type(gen).step_embeddings(gen, embeddings)
+        return self._shipped("step_embeddings", embeddings)
 
     def _frame(
         self, codes: Tensor, others: Tensor | None, text: Any, spoken: tuple[Tensor, Tensor] | None = None

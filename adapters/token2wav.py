@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cadence_fx.adapters.base import Binding, Replaced, compiler, replays
+from cadence_fx.adapters.base import Binding, Replaced, call, compiler, replays
 from cadence_fx.adapters.token2wav_bounded import BoundedBinding, BoundedStep, FinalStep
 from cadence_fx.adapters.token2wav_geometry import FLUSH_TOKENS, Geometry, Reach
 from cadence_fx.adapters.token2wav_prompts import NoPrompt, Prompts
@@ -357,10 +357,17 @@ class Token2WavStream(Binding):
             memory = self._workspaces.awake()
         # Dynamo tells inference tensors from others and would compile again for the first call of a turn.
         token, *given = (each if each.is_inference() else each.clone() for each in (token, *state.values()))
-        mu, *kept = conformer(token, *given[:-2])
+        tokens = token, *given[:-2]
+        mu, *kept = call(conformer, tokens, lambda: steps.plain_conformer[last_chunk](*tokens), self.eager_calls)
+        frames = mu, self._speaker(spk), torch.zeros_like(mu), *given[-2:]
         with memory:
-            mel, *solver = flow(mu, self._speaker(spk), torch.zeros_like(mu), *given[-2:])
+            mel, *solver = call(flow, frames, lambda: self._solve(steps.plain_flow, frames), self.eager_calls)
         return mel, dict(zip(steps.state, (*kept, *solver), strict=True))
+
+    def _solve(self, flow: FlowStep, frames: Sequence[Tensor]) -> Any:
+        """The vendor's code, in its workspaces."""
+        with self._workspaces.awake():
+            return flow(*frames)
 
 
 class _Token2Wav:

@@ -9,6 +9,7 @@ on the device before it; and what is left, all blocks of a chunk, is one callabl
 
 from __future__ import annotations
 
+import functools
 import math
 import types
 from collections import Counter
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cadence_fx.adapters.base import Compile, Replaced
+from cadence_fx.adapters.base import Compile, Replaced, call
 from cadence_fx.adapters.token2wav_geometry import Geometry, Reach
 from cadence_fx.adapters.token2wav_vocoder import UNDECLARED, Call, PlainNumbers, canonical, inference
 from cadence_fx.contract import Contract
@@ -242,9 +243,13 @@ class BoundedBinding:
         made = int(cache["source_end"].item())
         new = held + frames - reach.f0_right - max(0, held - reach.f0_right)
         step = self.steps[held > 0]
-        speech, *kept = step(inference(mel), *self._kept(), self._noise(made, new))
-        self._advance(kept, made + new, reach.right)
-        return speech  # type: ignore[no-any-return]
+
+        def replayed() -> Tensor:
+            speech, *kept = step(inference(mel), *self._kept(), self._noise(made, new))
+            self._advance(kept, made + new, reach.right)
+            return speech  # type: ignore[no-any-return]
+
+        return call(replayed, (), lambda: self._shipped(mel, False), self._eager_calls)  # type: ignore[no-any-return]
 
     def _end(self, mel: Tensor) -> Tensor:
         reach, cache = self.reach, self._bounded.cache
@@ -253,10 +258,15 @@ class BoundedBinding:
             self._eager_calls[UNDECLARED] += 1
             return self._shipped(mel[:, :, :0], True)  # type: ignore[no-any-return]
         made = int(cache["source_end"].item())
-        speech, *kept = self.final(*self._kept(), self._noise(made, reach.f0_right))
-        self._advance(kept, made + reach.f0_right, 0)
-        cache["finalized"].fill_(1)
-        return speech  # type: ignore[no-any-return]
+
+        def replayed() -> Tensor:
+            speech, *kept = self.final(*self._kept(), self._noise(made, reach.f0_right))
+            self._advance(kept, made + reach.f0_right, 0)
+            cache["finalized"].fill_(1)
+            return speech  # type: ignore[no-any-return]
+
+        shipped = functools.partial(self._shipped, mel[:, :, :0], True)
+        return call(replayed, (), shipped, self._eager_calls)  # type: ignore[no-any-return]
 
     def final_extents(self) -> tuple[int, ...]:
         """Frames of mel that `FinalStep` is declared for."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cadence_fx.adapters.base import Compile, Replaced
+from cadence_fx.adapters.base import Compile, Replaced, call
 from cadence_fx.adapters.token2wav_geometry import Geometry
 from cadence_fx.contract import Contract
 
@@ -114,9 +114,13 @@ class VocoderBinding:
         overlap = source.shape[2] // self._samples
         if overlap not in self.steps or speech_feat.shape[2] - overlap not in self._geometry.chunk_frames:
             self._eager_calls[UNDECLARED] += 1
-            return type(self._vocoder).forward(self._vocoder, speech_feat, source)  # type: ignore[no-any-return]
-        speech, source = self.steps[overlap](inference(speech_feat), canonical(inference(source)))
-        return speech, source
+            return self._shipped(speech_feat, source)
+        given = inference(speech_feat), canonical(inference(source))
+        speech, made = call(self.steps[overlap], given, lambda: self._shipped(speech_feat, source), self._eager_calls)
+        return speech, made
+
+    def _shipped(self, mel: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+        return type(self._vocoder).forward(self._vocoder, mel, source)  # type: ignore[no-any-return]
 
     def unbind(self) -> None:
         """Gives the vocoder its own method and attributes back."""

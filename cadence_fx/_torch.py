@@ -516,3 +516,12 @@ def backend_error(error: BaseException) -> BaseException:
     if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
         return error.inner_exception
     return error
+
+
+def is_untraced(error: BaseException) -> bool:
+    """Whether Dynamo says that it cannot follow a call that it must follow whole (`fullgraph`), or will not compile it
+    once more (`recompile_limit`). Nothing of the call has run then."""
+    exc = torch._dynamo.exc
+    if isinstance(error, exc.BackendCompilerFailed):
+        return False
+    return isinstance(error, (exc.TorchDynamoException, exc.FailOnRecompileLimitHit))

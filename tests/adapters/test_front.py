@@ -350,5 +350,55 @@ def test_a_bound_object_is_neither_copied_nor_pickled() -> None:
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="Copy its `vendor` after `unbind`"):
             copied(bound)
+    for copied in (copy.deepcopy, pickle.dumps):  # the copy's methods would be those of the first one
+        with pytest.raises(TypeError, match="Copy it after `unbind`"):
+            copied(bound.vendor)
     bound.unbind()
     assert code(copy.deepcopy(bound.vendor), 1)
+
+
+@needs(vendor.MOSHI)
+def test_a_subclass_is_bound_unless_a_method_of_its_own_would_be_passed_over() -> None:
+    mimi, gen = vendor.build_mimi(MIMI), vendor.build_lm_gen(vendor.SMALL_MOSHI)
+
+    class Named(type(mimi)):  # type: ignore[misc]
+        note = "mine"
+
+    class Louder(Named):
+        def encode(self, x: torch.Tensor) -> torch.Tensor:
+            return super().encode(2 * x)  # type: ignore[no-any-return]
+
+    class Talker(type(gen)):  # type: ignore[misc]
+        def _step(self, *given: Any) -> Any:
+            return super()._step(*given)
+
+    mimi.__class__, gen.__class__ = Louder, Talker
+    with pytest.raises(VendorMismatch, match=r"moshi 0\.2\.13 \(mimi\): a 'encode' that is not the vendor's"):
+        adapters.bind(mimi)
+    assert "encode" not in vars(mimi)
+    mimi.__class__ = Named
+    for given, reference, use in (
+        (mimi, vendor.build_mimi(MIMI), code),
+        (gen, vendor.build_lm_gen(vendor.SMALL_MOSHI), talk),
+    ):
+        bound = adapters.bind(given, backend=None)
+        for each in (given, reference):
+            each.streaming_forever(1)
+        for theirs, ours in zip(use(reference), use(bound), strict=True):
+            assert torch.equal(theirs, ours) if theirs is not None else ours is None
+        assert not bound.report().eager_calls
+        bound.unbind()
+
+
+@needs(vendor.MOSHI)
+def test_a_method_of_somebody_elses_is_not_taken_for_a_binding() -> None:
+    mimi = vendor.build_mimi(MIMI)
+    mimi.decode = lambda codes: codes
+    with pytest.raises(ContractError, match="a 'decode' of its own in front"):
+        adapters.bind(mimi)
+    assert "encode" not in vars(mimi)
+    del mimi.decode
+    bound = adapters.bind(mimi, backend=None)
+    del mimi.encode  # whoever takes a method off gets the vendor's
+    adapters.unbind(bound)
+    assert not {"encode", "decode", "encode_to_latent"} & vars(mimi).keys()

@@ -196,6 +196,65 @@ def test_other_numbers_of_codebooks_and_streams_get_steps_of_their_own() -> None
     assert len(pair.stream.plain) == 12 and not pair.stream.eager_calls
 
 
+def test_weights_that_are_loaded_after_the_warm_up_are_in_the_tables_of_codebooks(pair: Pair) -> None:
+    """The vendor makes these tables in the first call, and never again."""
+    before = pair.counts()
+    for frame in range(6):
+        if frame in (0, 3):
+            for mimi in pair.both:
+                weights = mimi.state_dict()
+                draw = torch.Generator().manual_seed(frame)
+                mimi.load_state_dict(
+                    {
+                        name: value + torch.rand(value.shape, generator=draw) if "embedding_sum" in name else value
+                        for name, value in weights.items()
+                    }
+                )
+        pair.frame()
+    pair.check_counts(before, replays=6)
+
+
+def test_arguments_that_the_vendor_refuses_cost_later_frames_nothing(pair: Pair) -> None:
+    before = pair.counts()
+    for mimi in pair.both:
+        with pytest.raises(RuntimeError, match="should be the same"):
+            mimi.encode(torch.zeros(1, 1, SAMPLES, dtype=torch.float64))
+        with pytest.raises(AssertionError, match="should be integers"):
+            mimi.decode(torch.zeros(1, SIZES.codebooks, 1))
+    assert pair.stream.eager_calls == {"undeclared dtype": 2}
+    for _ in range(3):
+        pair.frame()
+    pair.check_counts(before, replays=3)
+
+
+def test_code_that_cannot_be_followed_is_counted_and_costs_later_frames_nothing(pair: Pair) -> None:
+    before = pair.counts()
+    pair.frame()
+    for mimi in pair.both:  # the vendor's code raises before it has written any state
+        first: Any = next(module for module in mimi.encoder.modules() if isinstance(module, torch.nn.Conv1d))
+        weight, first.weight = first.weight, None
+        with pytest.raises(TypeError, match="weight"):
+            mimi.encode(torch.zeros(1, 1, SAMPLES))
+        first.weight = weight
+    assert pair.stream.eager_calls == {"not traceable": 1}
+    pair.frame()
+    pair.check_counts(before, replays=2)
+
+
+def test_a_codec_is_moved_to_another_dtype_and_back() -> None:
+    pair = Pair(batch=1)
+    for dtype in (torch.float64, torch.float32):
+        for mimi in pair.both:
+            mimi.to(dtype)
+        pair.begin()
+        for number in range(3):
+            x = pair.samples().to(dtype)
+            codes = [mimi.encode(x) for mimi in pair.both]
+            assert_same(codes[1], codes[0], f"codes of frame {number} in {dtype}")
+            pair.check_state()
+    assert not pair.stream.eager_calls and all(not row["misses"] for row in pair.counts())
+
+
 def test_layers_that_are_detached_from_the_stream_run_the_vendors_code() -> None:
     pair = Pair(backend=None)
     for mimi in pair.both:
@@ -221,7 +280,8 @@ def test_unbinding_gives_the_object_back_as_shipped() -> None:
             rows = [cadence_fx.report(step).as_dict() for step in stream.steps.values()]
             assert [(row["replays"], row["captures"], row["misses"]) for row in rows] == [(6, 1, {})] * 2
             stream.unbind()
-            assert vars(mimi) == attributes and [name for name, _ in mimi.named_buffers()] == names
+            made = [name for name, _ in reference.named_buffers()]  # tables of codebooks, which its code has made, too
+            assert vars(mimi) == attributes and [name for name, _ in mimi.named_buffers()] == made
             assert graph.disable is False
             graph.disable = True
         codes = [each.encode(x[i]) for each in (reference, mimi)]
