@@ -41,6 +41,15 @@ class Viewed(Bound):
         return self.pos.view(2, 2), self.pos[::2], x + self.pos
 
 
+class Moved(Bound):
+    """Gives a buffer other memory, which no replay can do for whoever holds it."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = x + self.pos
+        self.pos.data = self.pos + x
+        return (y,)
+
+
 KINDS = [Bound, Returned, Viewed]
 
 
@@ -76,3 +85,8 @@ def _owners(result: Tensor, module: Bound) -> list[bool]:
 def test_what_is_written_in_place_is_the_users_own(kind: type[Bound], warm: bool) -> None:
     report = play(kind, "cpu", warm=warm)
     assert report["replays"] == 6 and report["misses"] == {"disabled": 2}
+
+
+def test_a_state_that_is_given_other_memory_is_served_eager() -> None:
+    report = play(Moved, "cpu", warm=True)
+    assert report["replays"] == 0 and report["misses"] == {"disabled": 2, "moves_memory": 6}
