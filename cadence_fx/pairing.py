@@ -79,10 +79,12 @@ class Pairing:
         placeholders = aten.graph.find_nodes(op="placeholder")
         for instance in self.binding.instances:
             known = self.outputs.get(instance.key)
-            # An operator that writes in place returns what it wrote. Nobody has put that anywhere.
-            only_written = instance.key not in self._shown and instance.index in written
-            if known is not None and only_written and facts.aliases(placeholders[instance.index], outputs[known]):
-                known = self.outputs[instance.key] = None
+            # An operator that writes in place returns what it wrote: the user's own tensor, wherever that is put.
+            if known is not None and instance.index in written:
+                state, result = placeholders[instance.index], outputs[known]
+                shown = instance.key in self._shown
+                if facts.aliases(state, result) and (not shown or _geometry(state) == _geometry(result)):
+                    known = self.outputs[instance.key] = None
             if known is not None:
                 expected = _next_shape(instance, point, args)
                 found = list(outputs[known].meta["val"].shape)
@@ -90,6 +92,11 @@ class Pairing:
                     raise _mismatch(instance, point, args, found, outputs[known])
             elif instance.index in written:
                 self.outputs[instance.key] = None
+
+
+def _geometry(node: fx.Node) -> tuple[Any, ...]:
+    val = node.meta["val"]
+    return val.shape, val.stride(), val.storage_offset()
 
 
 def _stays(instance: Instance, placeholder: str, site: CompileSite, assigned: Mapping[Any, str]) -> bool:
