@@ -24,6 +24,8 @@ def compare(
             them counts as its carry, since nothing declared tells that it is none, and the others count as further
             staging.
         workspaces: measured bytes, by what the user calls them.
+
+    States that no graph reads (``unread``) have no storage.
     """
     first: dict[str, ReplayClass] = {}
     for entry in classes:
@@ -41,11 +43,13 @@ def compare(
         ),
         "workspaces": (sum(prediction.workspaces.values()), sum(workspaces.values())),
     }
+    met = {instance.region.name for planner, _ in program.graphs for instance in planner.binding.instances}
     found: dict[str, Any] = {name: {"predicted": a, "measured": b} for name, (a, b) in pairs.items()}
     exact = pairs["classes"][0] == pairs["classes"][1]
     near = all(abs(a - b) <= TOLERANCE * b for name, (a, b) in pairs.items() if name != "classes")
     return found | {
         "held": exact and near,
+        "unread": [name for name in prediction.carries if name not in met],
         "further_classes": len(classes) - len(first),
         "further_staging": sum(staged(entry).nbytes for entry in classes) - pairs["staging"][1] - sum(once.values()),
         "order": _order(prediction, first),

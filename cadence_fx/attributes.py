@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,17 +29,7 @@ def read_later(live: Live, places: Sequence[Place], first: Arguments, follow_up:
         for place in places:
             if place in read:
                 continue
-            other = stream.twin()
-            held = other.get(place)
-            with torch.no_grad():
-                held.copy_(_another(held, draw))
-            try:
-                actual = _seeded(other, arguments)
-            except ExampleFailed:  # an index that is out of range now
-                read.add(place)
-                continue
-            others = [{p: t for p, t in made.after.items() if p != place} for made in (expected, actual)]
-            if not _same(expected.results, actual.results) or not _same(*others):
+            if any(_differs(stream, place, arguments, expected, content) for content in _contents(stream, place, draw)):
                 read.add(place)
         stream = here
     return read
@@ -49,11 +40,32 @@ def _seeded(live: Live, arguments: Arguments) -> Ran:
     return live.watch(copied(arguments))
 
 
-def _another(held: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    """Other content for a tensor: random numbers, or for what is no float the one of 0 and 1 that it is not."""
+def _differs(stream: Live, place: Place, arguments: Arguments, expected: Ran, content: torch.Tensor) -> bool:
+    """Whether a call that finds other content at a place makes anything else another one."""
+    other = stream.twin()
+    with torch.no_grad():
+        other.get(place).copy_(content)
+    try:
+        actual = _seeded(other, arguments)
+    except ExampleFailed:  # an index that is out of range now
+        return True
+    others = [{p: t for p, t in made.after.items() if p != place} for made in (expected, actual)]
+    return not _same(expected.results, actual.results) or not _same(*others)
+
+
+def _contents(live: Live, place: Place, draw: torch.Generator) -> Iterator[torch.Tensor]:
+    """Other content for a tensor. Code that rounds, compares or takes the nearest of several gives the same for numbers
+    that differ a little, so there are also much larger ones, and such as make all that is computed of them another."""
+    held = live.get(place).detach()
     if held.dtype.is_floating_point or held.dtype.is_complex:
-        return drawn(held, draw)
-    return torch.zeros_like(held) if bool(held.any()) else torch.ones_like(held)
+        yield drawn(held, draw)
+        yield drawn(held, draw).mul_(1000)
+        yield torch.full_like(held, math.nan)
+        return
+    yield torch.zeros_like(held) if bool(held.any()) else torch.ones_like(held)
+    # Elsewhere than on the host, an index out of range ends the process.
+    if held.device.type == "cpu" and held.dtype is not torch.bool:
+        yield torch.full_like(held, 100)
 
 
 def _same(left: Mapping[Any, torch.Tensor], right: Mapping[Any, torch.Tensor]) -> bool:

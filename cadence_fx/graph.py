@@ -17,6 +17,7 @@ from cadence_fx._torch_switches import ambient_state
 from cadence_fx.admission import Admission
 from cadence_fx.binding import Binding, Instance, scalar_outputs
 from cadence_fx.catalog import CatalogEntry
+from cadence_fx.contract import Region
 from cadence_fx.errors import CadenceError, NotCapturable, RetentionMismatch
 from cadence_fx.layout import Layout, in_layout, is_channels_last, layout_of, same_geometry_copy
 from cadence_fx.ledger import log
@@ -28,7 +29,7 @@ from cadence_fx.passes.graphs import GraphFacts
 from cadence_fx.passes.layout import give_layout, reads_layout
 from cadence_fx.passes.provenance import prove_retentions
 from cadence_fx.plan import WATCHED, Miss, Plan, RegionUse, Split
-from cadence_fx.proofs import proof_of, unchanged
+from cadence_fx.proofs import Proof, proof_of, unchanged
 from cadence_fx.signature import compare, fixed_key, is_lazy, is_plain, region_key, scalar_key, tensor_key
 from cadence_fx.twins import fingerprint, in_terms_of
 from cadence_fx.ways import Subject, split_around, ways
@@ -348,22 +349,25 @@ class GraphPlanner:
         for slot, verdict in zip(slots, prove_retentions(aten, slots), strict=True):
             proof = proof_of(aten.graph, slot, verdict)
             self.program.proofs[proof.key] = proof
-            if proof.verdict == "contradicted":
-                policy = slot.declared.retention.describe()
-                raise RetentionMismatch(
-                    slot.instance, f"{policy}: {proof.declared}", proof.found, proof.where, proof.counterexample
-                )
-            notes.append(f"{slot.instance}: retention {proof}")
+            notes.append(self._agreed(proof, slot.declared))
         return notes
+
+    def _agreed(self, proof: Proof, region: Region) -> str:
+        """The note of a proof. Raises `RetentionMismatch` where it contradicts the declaration."""
+        if proof.verdict == "contradicted":
+            policy = f"{region.retention.describe()}: {proof.declared}"
+            raise RetentionMismatch(proof.instance, policy, proof.found, proof.where, proof.counterexample)
+        return f"{proof.instance}: retention {proof}"
 
     def _unchanged(self, args: Sequence[Any], point: CatalogEntry, only_read: Container[int]) -> list[str]:
         """Note that states stay as they are, where none of this call's graphs is known to change them."""
         notes = []
         for instance in self.binding.instances:
-            extent, following, advance = extents(instance, point, args)
-            if instance.index in only_read and extent == following:
-                proof = unchanged(instance.region.name, instance.name, extent, advance)
-                self.program.proofs.setdefault(proof.key, proof)
+            if instance.index in only_read and not _is_empty_state(args[instance.index], instance.axis):
+                stays = instance.key in self.pairing.kept
+                proof = unchanged(instance, *extents(instance, point, args), stays=stays)
+                if self.program.proofs.setdefault(proof.key, proof) is proof:
+                    self._agreed(proof, instance.region)
                 notes.append(f"{instance.name}: only read")
         return notes
 
@@ -501,5 +505,9 @@ def _evaluator(expr: sympy.Expr, binding: Binding) -> Callable[[Sequence[Any]], 
 
 def _is_empty(aten: fx.GraphModule, slot: RegionSlot) -> bool:
     """Whether a state has no elements at any extent: another dimension is 0."""
-    shape = next(n for n in aten.graph.find_nodes(op="placeholder") if n.name == slot.placeholder).meta["val"].shape
-    return any(size == 0 for axis, size in enumerate(shape) if axis != slot.axis)
+    state = next(n for n in aten.graph.find_nodes(op="placeholder") if n.name == slot.placeholder).meta["val"]
+    return _is_empty_state(state, slot.axis)
+
+
+def _is_empty_state(state: torch.Tensor, counted: int | None) -> bool:
+    return any(size == 0 for axis, size in enumerate(state.shape) if axis != counted)

@@ -16,6 +16,7 @@ _STOPPING = {
     "own_graph": "leave capturing to the backend: call the code without its own CUDA graphs",
     "undeclared_state": "declare it as a Region, or pass it as an argument and return it",
     "undeclared_write": remedy_for("undeclared_write"),
+    "moves_memory": remedy_for("moves_memory"),
     "shared_state": remedy_for("shared_state"),
     "growing_cache": "keep it outside of the module, or in a tensor that is declared as a Region",
     "raises": "correct the call: nothing further was looked at",

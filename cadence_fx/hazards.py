@@ -214,7 +214,11 @@ class _Examination:
         again = {_owner(name) for name in every}
         found = []
         for name in dict.fromkeys(first):
-            if not self._is_declared(_owner(name)):
+            if name.startswith("the memory of ") and _owner(name) in again:
+                found.append(
+                    hazard("moves_memory", f"{_owner(name)} is given other memory by each call", lines.get(name))
+                )
+            elif not self._is_declared(_owner(name)):
                 found.append(self._change(name, _owner(name) in again, lines.get(name)))
         return found
 

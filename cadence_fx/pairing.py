@@ -7,7 +7,8 @@ frame cannot be read, warm-up watches a call. A state that is in neither place i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -38,6 +39,8 @@ class Pairing:
 
     Attributes:
         outputs: instance key -> index of its new state among the outputs; None when it is written in place.
+        kept: keys of instances for which the frame puts nothing else in their place: the next state is the old one,
+            if the graph does not write it.
     """
 
     def __init__(self, binding: Binding, gm: fx.GraphModule, site: CompileSite) -> None:
@@ -58,6 +61,8 @@ class Pairing:
             if node in numbers:
                 self.outputs[instance.key] = numbers[node]
         self._shown = set(self.outputs)
+        names = {i.index: i.name for i in binding.inputs}
+        self.kept = {i.key for i in binding.instances if _stays(i, names[i.index], site, assigned)}
 
     def complete(
         self, aten: fx.GraphModule, facts: GraphFacts, args: Sequence[Any], point: CatalogEntry, written: set[int]
@@ -74,10 +79,12 @@ class Pairing:
         placeholders = aten.graph.find_nodes(op="placeholder")
         for instance in self.binding.instances:
             known = self.outputs.get(instance.key)
-            # An operator that writes in place returns what it wrote. Nobody has put that anywhere.
-            only_written = instance.key not in self._shown and instance.index in written
-            if known is not None and only_written and facts.aliases(placeholders[instance.index], outputs[known]):
-                known = self.outputs[instance.key] = None
+            # An operator that writes in place returns what it wrote: the user's own tensor, wherever that is put.
+            if known is not None and instance.index in written:
+                state, result = placeholders[instance.index], outputs[known]
+                shown = instance.key in self._shown
+                if facts.aliases(state, result) and (not shown or _geometry(state) == _geometry(result)):
+                    known = self.outputs[instance.key] = None
             if known is not None:
                 expected = _next_shape(instance, point, args)
                 found = list(outputs[known].meta["val"].shape)
@@ -85,6 +92,23 @@ class Pairing:
                     raise _mismatch(instance, point, args, found, outputs[known])
             elif instance.index in written:
                 self.outputs[instance.key] = None
+
+
+def _geometry(node: fx.Node) -> tuple[Any, ...]:
+    val = node.meta["val"]
+    return val.shape, val.stride(), val.storage_offset()
+
+
+def _stays(instance: Instance, placeholder: str, site: CompileSite, assigned: Mapping[Any, str]) -> bool:
+    """Whether what is at the place of the next state when the frame ends is what came in."""
+    if site.returns is None or site.resumes:
+        return False  # the call goes on, or has begun, elsewhere
+    if instance.result_path is not None:
+        at = site.returns.get(instance.result_path)
+        return (site.returns.get(()) if at is None and instance.result_path == (0,) else at) == placeholder
+    # What leaves in other ways than these may have been put anywhere, into a list of states for one.
+    elsewhere = site.times - Counter(site.returns.values()) - Counter(assigned.values())
+    return not elsewhere and assigned.get(instance.path, placeholder) == placeholder
 
 
 def _next_shape(instance: Instance, point: CatalogEntry, args: Sequence[Any]) -> list[int]:

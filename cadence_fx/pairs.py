@@ -73,6 +73,7 @@ def find_pairs(live: Live, first: Arguments, second: Arguments | None) -> Pairs:
     _in_place(ran, graph, second, found)
     if second is not None:
         _by_second_call(ran, second, found)
+        _not_given(ran, second, found)
     for path in tensor_paths(second if second is not None else {}):
         if Place("argument", path) not in ran.before:
             why = "is no tensor in the first example call: begin with a call that is given one"
@@ -199,6 +200,26 @@ def _by_second_call(ran: Ran, second: Arguments, found: Pairs) -> None:
                 Doubt(str(p), f"{both} of the second call are both what is at {accessor(path)} of the first result")
                 for p in claimants
             )
+
+
+def _not_given(ran: Ran, second: Arguments, found: Pairs) -> None:
+    """Arguments that may be states by a result of their shape, of which the second call was given something else: it is
+    an input, or the example does not go on where the first call ended."""
+    places, results = _free(ran, found)
+    like = {
+        place: [p for p in results if _alike(ran.results[p], ran.before[place])]
+        for place in places
+        if (given := _at(second, place)) is not None and given.shape == ran.before[place].shape
+    }
+    maybe = {place: paths_ for place, paths_ in like.items() if paths_}
+    for place, paths_ in maybe.items() if len(maybe) > 1 else ():
+        where = " and ".join(map(accessor, paths_))
+        why = f"what is returned at {where} has its shape, and the second call was given something else"
+        found.doubts.append(Doubt(str(place), f"{why}: an input, or the calls do not follow each other"))
+
+
+def _alike(result: torch.Tensor, given: torch.Tensor) -> bool:
+    return result.shape == given.shape and result.dtype == given.dtype and given.dtype.is_floating_point
 
 
 def _holds(follower: Follower, place: Place, output: int) -> bool:

@@ -10,6 +10,7 @@ import torch.fx as fx
 
 from cadence_fx._table import aligned
 from cadence_fx._units import counted
+from cadence_fx.binding import Instance
 from cadence_fx.catalog import Catalog, CatalogEntry
 from cadence_fx.contract import Contract, Region
 from cadence_fx.passes import RegionSlot
@@ -18,6 +19,7 @@ from cadence_fx.passes.provenance import Contradicted, Proved, Verdict
 from cadence_fx.retention import Span
 
 Outcome = Literal["proved", "contradicted", "not provable"]
+Shows = Literal["frames", "unchanged", "extent"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Proof:
     next_extent: int
     added: int
     verdict: Outcome
-    shows: Literal["frames", "unchanged", "extent"]
+    shows: Shows
     declared: str | None = None
     found: str | None = None
     counterexample: str | None = None
@@ -104,9 +106,34 @@ def proof_of(graph: fx.Graph, slot: RegionSlot, verdict: Verdict) -> Proof:
     )
 
 
-def unchanged(region: str, instance: str, extent: int, added: int) -> Proof:
-    """The record of a state that a graph neither writes nor returns."""
-    return Proof(region, instance, extent, extent, added, verdict="proved", shows="unchanged")
+def unchanged(instance: Instance, extent: int, following: int, added: int, *, stays: bool) -> Proof:
+    """The record of a state that a graph neither writes nor returns.
+
+    Args:
+        extent, following: before and after the call, as declared.
+        stays: the frame that the graph is of leaves the state in its place. Else code outside of the graph decides
+            what the next one is, such as one that exchanges two states.
+    """
+    region, policy = instance.region, instance.region.retention
+    proof = Proof(region.name, instance.name, extent, following, added, verdict="proved", shows="unchanged")
+    if not stays:
+        why = "is only read here, and what the next state is, the graph does not say"
+        shows: Shows = "extent" if policy.fixed else "frames"
+        return dataclasses.replace(
+            proof, verdict="not provable", shows=shows, reason=why, node=instance.name, operator="placeholder"
+        )
+    declared, old = policy.survivors(extent, added), (Span("old", 0, extent),) if extent else ()
+    if policy.fixed or declared is None or declared == old:
+        return proof
+    differs = next(at for at in range(following + 1) if _frame(declared, at) != _frame(old, at))
+    return dataclasses.replace(
+        proof,
+        verdict="contradicted",
+        shows="frames",
+        declared=spell_spans(declared),
+        found=spell_spans(old),
+        counterexample=_counterexample(Contradicted(declared, old, differs)),
+    )
 
 
 def proof_facts(

@@ -63,6 +63,7 @@ _REMEDIES = {
         "opaque_call": "register it with torch.library",
         "collective": "keep it outside",
         "undeclared_write": "declare it as a Region without a result, or do not write it",
+        "moves_memory": "bind the attribute anew (self.state = new), return what is new, or write it in place (copy_)",
         "not_reproducible": "with cadence.deterministic(): around warm-up and traffic (exactness.md)",
         "certificate": "report it: this is a defect of a rewrite or of a kernel under capture",
         "not_traceable": "keep such code out of the compiled callable; make numpy numbers on the module Python numbers",

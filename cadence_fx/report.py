@@ -186,7 +186,8 @@ def _prediction(facts: dict[str, Any]) -> str:
         figures += [f"{name} {_size(predicted)} and {_size(measured)}"] if predicted or measured else []
     others = facts["further_classes"]
     further = f", {counted(others, 'further class')} by layout or mode" if others else ""
-    return f"predicted and measured: {', '.join(figures)}{further}: {'held' if facts['held'] else 'NOT HELD'}"
+    unread = f" (no graph reads {', '.join(facts['unread'])})" if facts["unread"] else ""
+    return f"predicted and measured: {', '.join(figures)}{further}: {'held' if facts['held'] else 'NOT HELD'}{unread}"
 
 
 def _text(facts: dict[str, Any]) -> str:

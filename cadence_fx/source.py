@@ -16,7 +16,8 @@ _WIDTH = 110
 def python_source(
     contract: Contract, comments: Mapping[str, Sequence[str]] | None = None, name: str = "contract"
 ) -> str:
-    """Text that makes an equal contract when it runs, after ``import cadence_fx as cadence``.
+    """Text that makes an equal contract when it runs, after ``import cadence_fx as cadence``. What else it needs it
+    imports.
 
     Args:
         comments: lines to stand above the region, or the clock, of that name.
@@ -34,7 +35,8 @@ def python_source(
     tables = ("clocks", "regions", "inputs")
     rest = {key: value for key, value in given_fields(contract).items() if key not in tables}
     lines += [f"    {key}={_value(value)}," for key, value in rest.items()]
-    return "\n".join([*lines, ")"])
+    imports = ["from fractions import Fraction", ""] if any("Fraction(" in line for line in lines) else []
+    return "\n".join([*imports, *lines, ")"])
 
 
 def _part(part: Any) -> list[str]:

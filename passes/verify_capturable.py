@@ -1,8 +1,9 @@
 """The last look at a graph before it is recorded: can it be replayed at all?
 
 A recorder replays kernels on fixed addresses. What reads a value on the host, depends on a size not yet known, copies
-from host memory, draws a random number on the host of an accelerator, or writes memory that is neither declared nor
-made in the graph would be frozen as it was when recorded, silently. Each is refused by name. The graph is not changed.
+from host memory, draws a random number on the host of an accelerator, gives a tensor other memory, or writes memory
+that is neither declared nor made in the graph would be frozen as it was when recorded, silently. Each is refused by
+name. The graph is not changed.
 
 What is drawn on the device is no obstacle: its kernels read the state of the generator in each launch.
 """
@@ -33,6 +34,8 @@ _HOST_READS = {
     aten.where.default,
     aten.tensor_split.tensor_indices_or_sections,
 }
+# Give a tensor other memory (`t.data = ...`): a replay would leave whoever holds the tensor with the old one.
+_MOVES = {getattr(aten.set_, name) for name in aten.set_.overloads()}
 _SYMBOLS = {torch.SymInt, torch.SymFloat, torch.SymBool}
 # Kernels of a device that copy from the host in their midst: coefficients of a series.
 _HOST_COPIES = {aten.matrix_exp.default, aten.linalg_matrix_exp.default}
@@ -70,6 +73,8 @@ class VerifyCapturable:
             return "opaque_call" if node.all_input_nodes else None
         if is_collective(node.target):
             return "collective"
+        if node.target in _MOVES:
+            return "moves_memory"
         if _reads_host(node):
             return "host_read"
         if accelerated and keeps_own_randomness(node):

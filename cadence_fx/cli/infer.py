@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from cadence_fx._units import counted
 from cadence_fx.cli.named import call, target
 from cadence_fx.cli.output import FAILED, OK, Mistake, print_json, users_output
 from cadence_fx.infer import infer
@@ -54,7 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
             found.save(arguments.output)
         except OSError as error:
             raise Mistake(f"{arguments.output}: cannot be written: {error.strerror}") from error
-        print(f"{arguments.output}: {found.contract.width()}")
+        states, classes = len(found.contract.regions), found.contract.width().classes
+        print(f"{arguments.output}: {counted(states, 'region')}, {counted(classes, 'class')}")
     else:
         print(found)
     return OK if found.contract is not None else FAILED

@@ -208,6 +208,17 @@ class RebindsInside(Planted):
         return x
 
 
+class GivesMemory(Planted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Tensor
+        self.register_buffer("last", torch.zeros(1, 2, C))
+
+    def plant(self, x: Tensor) -> Any:
+        self.last.data = x * 2  # here
+        return x + self.last
+
+
 class WritesArgument(Planted):
     def plant(self, x: Tensor) -> Any:
         return x.mul_(2) + 1  # here
@@ -288,6 +299,7 @@ CASES: list[tuple[type[nn.Module], str, bool]] = [
     (DefaultCache, "global_cache", False),
     (Rebinds, "undeclared_state", True),
     (RebindsInside, "undeclared_state", True),
+    (GivesMemory, "moves_memory", True),
     (WritesArgument, "undeclared_write", True),
     (HandsOut, "aliased_state", False),
     (Autocast, "autocast_inside", False),
@@ -366,7 +378,9 @@ def test_a_clean_module_has_none(stream: Stream) -> None:
     assert not found.hazards and not found.stops
 
 
-@pytest.mark.parametrize("kind, reason", [(PythonDice, "host_random"), (WritesArgument, "undeclared_write")])
+@pytest.mark.parametrize(
+    "kind, reason", [(PythonDice, "host_random"), (WritesArgument, "undeclared_write"), (GivesMemory, "moves_memory")]
+)
 def test_what_is_said_to_stop_capture_does(kind: type[nn.Module], reason: str) -> None:
     assert cadence_fx.doctor(kind(), noise(), noise(), contract=CACHE).stops
     step = compile_with(kind(), CACHE)

@@ -298,3 +298,32 @@ def test_functions_have_states_in_arguments_only() -> None:
 
     found = infer(step, (frames(2), frames(1)))
     assert found.contract is not None and found.contract.region("cache").retention == KeepLast(5)
+
+
+class Quantised(nn.Module):
+    """Its state shows in results only where it changes which code is the nearest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.codes = torch.zeros(1, 2, C), torch.linspace(-200, 200, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        frames = torch.cat([self.seen, x.tanh()], 1)
+        self.seen = frames[:, -2:]
+        return self.codes[(frames[:, :-2].sum(2, keepdim=True) - self.codes).abs().argmin(2)]
+
+
+def test_a_state_that_seldom_shows_is_one() -> None:
+    found = infer(Quantised(), (torch.randn(1, 4, C),))
+    assert found.contract is not None and found.contract.region("seen").retention == KeepLast(2)
+
+
+def test_a_second_call_that_does_not_go_on_is_told() -> None:
+    class Cells(nn.Module):
+        def forward(self, x: Tensor, a: Tensor, b: Tensor, token: Tensor) -> tuple[Tensor, ...]:
+            return (x.sum(1) + a + b).tanh(), (a + x.mean(1)).tanh(), (b - x.mean(1)).tanh(), token + 1
+
+    calls = [(torch.randn(1, 2, C), torch.randn(1, C), torch.randn(1, C), torch.tensor([n])) for n in range(2)]
+    found = infer(Cells(), *calls)
+    told = "the second call was given something else: an input, or the calls do not follow each other"
+    assert [doubt.split(":")[0] for doubt in found.ambiguous if told in doubt] == ["a", "b"]

@@ -150,3 +150,16 @@ def test_the_order_of_capture_times(seconds: tuple[float, ...], as_predicted: in
     flight = {"a": 10, "b": 20, "c": 30}
     classes: dict[str, Any] = dict(zip(flight, map(Captured, seconds), strict=True))
     assert _order(Prediction({}, flight, {}, {}, False), classes) == {"pairs": 3, "as_predicted": as_predicted}
+
+
+def test_a_state_that_nothing_reads_is_named_where_its_bytes_are_missing() -> None:
+    class Fresh(nn.Module):
+        def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+            return x + 1, x.repeat(1, 3, 1)[:, :6]
+
+    frame = Clock("frame", 2)
+    kept = dataclasses.replace(CACHE, start=6, retention=Pinned(6))
+    step = compile_with(Fresh(), Contract([frame], [kept], inputs=[Input("x", axis=1, clock="frame")]))
+    cadence_fx.warm_up(step, torch.ones(1, 2, C), torch.zeros(1, 6, C))
+    assert counts(step)["prediction"]["unread"] == [kept.name]
+    assert f"NOT HELD (no graph reads {kept.name})" in str(cadence_fx.report(step))

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import cadence_fx
-from cadence_fx import Clock, Contract, KeepLast, RetentionMismatch
+from cadence_fx import Clock, Contract, KeepLast, Pinned, Region, RetentionMismatch
 from cadence_fx.lookup import program_of
 from cadence_fx.report import Report
 from tests import toys
+from tests.harness import assert_same
 from tests.streams import BY_NAME, Run, kept
 from tests.toys import B, C
 
@@ -110,3 +111,81 @@ def test_a_state_that_is_replaced_is_proved_in_its_extent_only() -> None:
     ]
     (ring,) = report["proof"][0]["entries"]
     assert "index that only the call knows" in ring["reason"] and "toys.py" in ring["where"]
+
+
+class Two(nn.Module):
+    """Two states that no graph changes; what becomes of them is in the subclasses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a: Tensor
+        self.b: Tensor
+        self.register_buffer("a", torch.ones(4, 2))
+        self.register_buffer("b", torch.zeros(4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.a[:2] - self.b[2:]
+
+
+class Exchanged(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.a, self.b = self.b, self.a
+        return y
+
+
+class InAList(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [torch.ones(4, 2), torch.zeros(4, 2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.held
+        self.held[0], self.held[1] = second, first
+        return x + first[:2] - second[2:]
+
+
+class BreaksOff(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        torch._dynamo.graph_break()
+        self.a.set_(self.a + 1)  # type: ignore[call-overload]
+        self.b.set_(self.b - 1)  # type: ignore[call-overload]
+        return y
+
+
+@pytest.mark.parametrize(
+    "kind, names, proved",
+    [(Two, "ab", True), (Exchanged, "ab", False), (InAList, ["held[*]"], False), (BreaksOff, "ab", False)],
+)
+def test_what_is_only_read_is_proved_where_it_stays_in_its_place(kind: type[Two], names: Any, proved: bool) -> None:
+    regions = [Region(n[0], attribute=n, axis=0, clock="frames", retention=Pinned(4)) for n in names]
+    eager, module = kind(), kind()
+    step = compiled(module, Contract((Clock("frames", 2),), tuple(regions)))
+    with torch.no_grad():
+        facts = cadence_fx.warm_up(step, torch.zeros(2, 2))["proof"]
+        for _ in range(3):
+            x = torch.randn(2, 2)
+            assert_same(step(x), eager(x), "result")
+    for fact in facts:
+        assert fact["proved"] == int(proved)
+        assert fact["held_by"] == ("proof and certificate" if proved else "certificate only")
+        assert proved or "only read" in fact["entries"][0]["reason"]
+
+
+class HandedBack(nn.Module):
+    def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        return x + cache.sum(), cache
+
+
+@pytest.mark.parametrize("place", ["argument", "attribute"])
+def test_frames_that_should_move_and_are_only_read_are_a_contradiction(place: str) -> None:
+    where: dict[str, Any] = {"argument": "cache", "result": 1} if place == "argument" else {"attribute": "a"}
+    region = Region("kept", axis=0, clock="frames", start=4, retention=KeepLast(4), **where)
+    module, given = (HandedBack(), (torch.ones(4, 2),)) if place == "argument" else (Two(), ())
+    step = compiled(module, Contract((Clock("frames", 2),), (region,)))
+    with (
+        torch.no_grad(),
+        pytest.raises(RetentionMismatch, match=r"frame 0 of the next state is old\[0\], and old\[2\]"),
+    ):
+        cadence_fx.warm_up(step, torch.zeros(2, 2), *given)

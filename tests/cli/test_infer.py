@@ -74,7 +74,7 @@ def test_toml_json_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     found = json.loads(capsys.readouterr().out)
     assert found["contract"]["regions"][0]["name"] == "cache" and not found["problems"]
     assert main([*words, "-o", "found.toml"]) == 0
-    assert capsys.readouterr().out == "found.toml: cache: ceil((6 - 0) / 2) + 1 = 4\n"
+    assert capsys.readouterr().out == "found.toml: 1 region, 4 classes\n"
     assert Contract.load(tmp_path / "found.toml") == contract
 
 

@@ -108,6 +108,18 @@ def test_write_on_an_input_nobody_declared() -> None:
     assert refusal(trace(in_place, X, X)) == "undeclared_write"
 
 
+@pytest.mark.parametrize("declared", [False, True])
+def test_other_memory_for_a_tensor(declared: bool) -> None:
+    """A replay would leave the caller's tensor with the memory that it had."""
+
+    def move(x: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
+        cache.set_(x * 2)  # type: ignore[call-overload]
+        return (x + 1,)
+
+    gm = trace(move, X, X)
+    assert refusal(gm, context(gm, slot(gm, "cache_1", None, 1)) if declared else None) == "moves_memory"
+
+
 def test_write_on_a_declared_state() -> None:
     gm = trace(in_place, X, X)
     accept(in_place, X, X, ctx=context(gm, slot(gm, "cache_1", None, 1)))

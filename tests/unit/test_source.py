@@ -35,7 +35,7 @@ ODD = Contract(
 
 @pytest.mark.parametrize("contract", [ODD, *(stream.contract for stream in STREAMS)])
 def test_the_text_makes_an_equal_contract(contract: Contract) -> None:
-    space: dict[str, Any] = {"cadence": cadence_fx, "Fraction": Fraction}
+    space: dict[str, Any] = {"cadence": cadence_fx}
     exec(python_source(contract, name="made"), space)
     assert space["made"] == contract
 
