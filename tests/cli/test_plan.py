@@ -128,7 +128,7 @@ decoder: captured, 6 classes of 64 allowed
   staged  bytes a call  in all classes
   x       15.6 KiB      56.2 KiB
   replay holds 503.4 MiB: 56.2 KiB staged, 503.4 MiB of regions
-  capture about 48 s (14,290 operators a call)
+  capture about 55 s (14,290 operators a call)
 
   total                  declared   stock
   classes                6
@@ -137,7 +137,7 @@ decoder: captured, 6 classes of 64 allowed
   state of a session     502.5 MiB  2.0 GiB
   resident, one session  1.1 GiB    2.5 GiB
   sessions in 80.0 GiB   161        40
-  capture, estimated     48 s
+  capture, estimated     55 s
   note: activations are in no configuration and are not counted
 """,
     )
