@@ -3,7 +3,6 @@ binding of a vendor's object to steps that have them."""
 
 from __future__ import annotations
 
-import logging
 import types
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -12,12 +11,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from cadence_fx._torch import is_untraced
+from cadence_fx._torch import is_untraced, with_own_code
 from cadence_fx.contract import Contract
 from cadence_fx.errors import AlreadyBound, ContractError
 from cadence_fx.hazard import Hazard
-
-log = logging.getLogger("cadence_fx")
+from cadence_fx.ledger import log
 
 Compile = Callable[[nn.Module, Contract], Callable[..., Any]]
 
@@ -135,10 +133,7 @@ def compiler(backend: str | Callable[..., Any] | None, passes: Any, dynamic: boo
         if backend is None:
             return step
         shipped: Any = type(step).forward
-        own = types.FunctionType(
-            shipped.__code__.replace(), shipped.__globals__, shipped.__name__, shipped.__defaults__, shipped.__closure__
-        )
-        step.forward = types.MethodType(own, step)
+        step.forward = types.MethodType(with_own_code(shipped), step)
         options: dict[str, Any] = {"contract": contract}
         if passes is not None:
             options["passes"] = passes

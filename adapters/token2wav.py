@@ -23,7 +23,6 @@ so both are kept.
 from __future__ import annotations
 
 import contextlib
-import logging
 import types
 import warnings
 from collections import Counter
@@ -53,6 +52,7 @@ from cadence_fx.adapters.token2wav_vocoder import VocoderBinding, VocoderStep
 from cadence_fx.contract import Contract
 from cadence_fx.errors import ContractError
 from cadence_fx.hazard import Hazard
+from cadence_fx.ledger import log
 from cadence_fx.restore import restore as restore_states
 
 __all__ = [
@@ -68,7 +68,6 @@ __all__ = [
     "VocoderStep",
 ]
 
-log = logging.getLogger("cadence_fx")
 
 STEPS = 10  # solver steps of objects that do not say: Lychee-FD has the number in its code
 

@@ -12,6 +12,7 @@ import functools
 import os
 import sys
 import traceback
+import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -516,6 +517,20 @@ def backend_error(error: BaseException) -> BaseException:
     if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
         return error.inner_exception
     return error
+
+
+def with_own_code(function: types.FunctionType) -> types.FunctionType:
+    """The same function with a code object of its own: Dynamo keeps what it has compiled, counts it, and gives a code
+    up, by code object."""
+    own = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
 
 
 def is_untraced(error: BaseException) -> bool:

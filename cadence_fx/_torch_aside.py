@@ -24,7 +24,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.types import ConvertFrameReturn
 
-from cadence_fx._torch import compile_layers, compile_wrapper_of, original_of, users_line
+from cadence_fx._torch import compile_layers, compile_wrapper_of, original_of, users_line, with_own_code
 from cadence_fx._units import counted
 
 _GRAPH = "__compiled_fn"
@@ -44,7 +44,6 @@ class Standing:
 
     Attributes:
         served: compiled code for it, which begins with a graph.
-        matched: compiled code for it, of whatever kind.
         limit: in words, the limit that keeps Dynamo from compiling a code for it; None where none does.
         off: in words, what keeps Dynamo from compiling anything; None where nothing does.
         given_up: Dynamo compiles nothing more of the code, or skips it, for what it has met in an earlier call.
@@ -52,7 +51,6 @@ class Standing:
     """
 
     served: bool
-    matched: bool
     limit: str | None = None
     off: str | None = None
     given_up: bool = False
@@ -67,7 +65,7 @@ def standing(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> St
     """
     found = function_of(compiled)
     if found is None:
-        return Standing(False, False)
+        return Standing(False)
     function, owner = found
     given = inspect.signature(function).bind(*(() if owner is None else (owner,)), *args, **kwargs)
     given.apply_defaults()
@@ -80,15 +78,15 @@ def standing(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> St
     for entry in _debug_get_cache_entry_list(function.__code__):
         if _compiler(entry.backend) is wrapper and entry.guard_manager.check(local):
             begins = any(name.startswith(_GRAPH) for name in entry.code.co_names)
-            return Standing(begins, True, off=off if stance == "force_eager" else None)
+            return Standing(begins, off=off if stance == "force_eager" else None)
     if stance in ("force_eager", "eager_on_recompile", "fail_on_recompile"):
-        return Standing(False, False, off=off, raises=stance == "fail_on_recompile")
+        return Standing(False, off=off, raises=stance == "fail_on_recompile")
     if config.disable:
-        return Standing(False, False, off="torch._dynamo.config.disable is set")
+        return Standing(False, off="torch._dynamo.config.disable is set")
     limit = _limit(compiled, function, local)
     if limit is not None:
-        return Standing(False, False, limit, raises=_is_one_graph(compiled) or config.fail_on_recompile_limit_hit)
-    return Standing(False, False, given_up=not _compiles(function, owner, args, kwargs))
+        return Standing(False, limit, raises=_is_one_graph(compiled) or config.fail_on_recompile_limit_hit)
+    return Standing(False, given_up=not _compiles(function, owner, args, kwargs))
 
 
 def _limit(compiled: Any, function: types.FunctionType, local: dict[str, Any]) -> str | None:
@@ -227,14 +225,7 @@ def trace_aside(
     if found is None:
         raise LookupError("what was compiled is no Python function")
     function, owner = found
-    twin = types.FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    twin.__kwdefaults__ = function.__kwdefaults__
+    twin = with_own_code(function)
     target = twin if owner is None else types.MethodType(twin, owner)
 
     def backend(gm: fx.GraphModule, example_inputs: Any) -> Any:

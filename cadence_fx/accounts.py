@@ -31,12 +31,13 @@ def compare(
     for entry in classes:
         first.setdefault(entry.plan.label, entry)
     carries = [carry for key, carry in program.carries.items() if key[-1] == prediction.inference]
+    buffers = {id(entry): staged(entry) for entry in classes}
     once: dict[str, int] = {}
     for entry in first.values():
-        once |= staged(entry).states
+        once |= buffers[id(entry)].states
     pairs = {
         "classes": (len(prediction.staging), len(first)),
-        "staging": (sum(prediction.staging.values()), sum(staged(entry).arguments for entry in first.values())),
+        "staging": (sum(prediction.staging.values()), sum(buffers[id(entry)].arguments for entry in first.values())),
         "carries": (
             sum(prediction.carries.values()),
             sum(c.flat.untyped_storage().nbytes() for c in carries) + sum(once.values()),
@@ -51,7 +52,7 @@ def compare(
         "held": exact and near,
         "unread": [name for name in prediction.carries if name not in met],
         "further_classes": len(classes) - len(first),
-        "further_staging": sum(staged(entry).nbytes for entry in classes) - pairs["staging"][1] - sum(once.values()),
+        "further_staging": sum(each.nbytes for each in buffers.values()) - pairs["staging"][1] - sum(once.values()),
         "order": _order(prediction, first),
     }
 

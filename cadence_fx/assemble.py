@@ -156,10 +156,8 @@ def _flush_ticks(
     ratios = {Fraction(s.flushed, s.added) for s in group.states if s.flushed is not None and s.added}
     for growth in (grown.get(state.slot.place) for state in group.states):
         if growth is not None:
-            sizes = varying.get(growth.counted, (1, 1)) if growth.counted is not None else (1, 1)
-            ratios.add(
-                Fraction(growth.added(sizes[1]), growth.added(sizes[0])) if sizes[0] != sizes[1] else Fraction(1)
-            )
+            sizes = varying.get(growth.counted)
+            ratios.add(Fraction(growth.added(sizes[1]), growth.added(sizes[0])) if sizes is not None else Fraction(1))
     if len(ratios) > 1:
         return None
     if ratios:

@@ -24,7 +24,7 @@ from cadence_fx._torch import (
     tree_leaves,
     tree_map_only,
 )
-from cadence_fx._torch_aside import GivenUp, broken_at, standing
+from cadence_fx._torch_aside import broken_at, standing
 from cadence_fx._units import counted
 from cadence_fx.binding import Instance, declared_path
 from cadence_fx.catalog import CatalogEntry
@@ -39,6 +39,7 @@ from cadence_fx.errors import (
     UnknownArgument,
     WrongModule,
 )
+from cadence_fx.foresee import barred
 from cadence_fx.layout import Layout, is_expanded, layout_of, same_geometry_copy
 from cadence_fx.leaves import tensor_paths
 from cadence_fx.program import Program
@@ -275,14 +276,14 @@ class ExampleCall:
         """Say so if Dynamo compiles nothing for the example call, or cannot make one graph of it."""
         given = inspect.BoundArguments(self.signature, dict(self.example))  # type: ignore[arg-type]
         dynamos = standing(self.compiled, given.args, given.kwargs)
-        for reason, detail in (("recompile_limit", dynamos.limit), ("dynamo_off", dynamos.off)):
-            if detail is not None:
-                raise NotServed(entry, reason, detail)
+        miss = barred(dynamos)
+        if miss is not None and not dynamos.given_up:
+            raise NotServed(entry, miss.reason, miss.detail)
         broken = broken_at(self.compiled, given.args, given.kwargs)
         if broken is not None:
             raise NotServed(entry, "not_traceable", f"Dynamo breaks the graph: {broken}")
-        if dynamos.given_up:
-            raise NotServed(entry, "dynamo_off", str(GivenUp()))
+        if miss is not None:  # a code that breaks is given up, too
+            raise NotServed(entry, miss.reason, miss.detail)
 
     def _refuse_unexplained(self) -> None:
         """In the declared stream only declared sizes vary; an axis that the user has marked dynamic must be declared.

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from cadence_fx._torch import compile_site
-from cadence_fx._torch_aside import GivenUp, Standing, Told, answer_of, standing, trace_aside
+from cadence_fx._torch_aside import GivenUp, Told, answer_of, standing, trace_aside
 from cadence_fx.errors import CadenceError, ContractError, StaleState
-from cadence_fx.foresee import CAPTURE, EAGER, ERROR, REPLAY, Foreseen, blocked, foresee
+from cadence_fx.foresee import CAPTURE, EAGER, ERROR, REPLAY, Foreseen, barred, blocked, foresee
 from cadence_fx.generators import Generators, all_sources
 from cadence_fx.graph import GraphPlanner
 from cadence_fx.lookup import program_of
@@ -135,39 +135,28 @@ def _named(table: ReplayTable, key: tuple[Any, ...]) -> dict[str, tuple[Any, ...
 def _explain_program(program: Program, compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
     if is_off():
         return _told(program.name, Foreseen(EAGER, Miss("disabled")))
-    barred = None
+    missed = None
     try:
         dynamos = standing(compiled, args, kwargs)
-        barred = _barred(dynamos)
-        if barred is not None and dynamos.off is not None:
-            return _told(program.name, barred)
+        if (miss := barred(dynamos)) is not None:
+            missed = Foreseen(ERROR if dynamos.raises else EAGER, miss)
+            if dynamos.off is not None:
+                return _told(program.name, missed)
         find = _intercepted if dynamos.served else _traced
         planner, table, flat = find(program, compiled, args, kwargs)
     except TypeError as error:
         raise ContractError(f"the call does not fit the compiled callable: {error}", field="args") from error
     except (LookupError, CadenceError) as error:
-        if barred is not None and not (dynamos.given_up and isinstance(error, LookupError)):
-            return _told(program.name, barred)
+        if missed is not None and not (dynamos.given_up and isinstance(error, LookupError)):
+            return _told(program.name, missed)
         return _unplaced(program.name, error)  # a code that breaks is given up, too, and what it calls is not
     with table.alone():
-        found = barred or foresee(table, flat)
+        found = missed or foresee(table, flat)
         if found.outcome == CAPTURE and program.sealed:
             found = _planned(program, planner.for_trial(), flat)
         known = [(str(point), each) for point, signatures in program.signatures.items() for each in signatures]
         mine = planner.signature(flat) if _is_keyed(found) else {}
     return _told(program.name, found, known, mine, table.names, flat)
-
-
-def _barred(dynamos: Standing) -> Foreseen | None:
-    """What becomes of a call that Dynamo does not bring before the backend, and so is in no count."""
-    miss = None
-    if dynamos.limit is not None:
-        miss = Miss("recompile_limit", dynamos.limit)
-    elif dynamos.off is not None:
-        miss = Miss("dynamo_off", dynamos.off)
-    elif dynamos.given_up:
-        miss = Miss("dynamo_off", str(GivenUp()))
-    return None if miss is None else Foreseen(ERROR if dynamos.raises else EAGER, miss)
 
 
 def _unplaced(name: str, error: LookupError | CadenceError) -> Explanation:

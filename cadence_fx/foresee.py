@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from cadence_fx._torch_aside import GivenUp, Standing
 from cadence_fx.capture import ReplayClass, overlap, unstageable
 from cadence_fx.errors import StaleState
 from cadence_fx.plan import NEEDS_GRAD, Miss, Plan
@@ -84,6 +85,15 @@ def _unfit(table: ReplayTable, entry: ReplayClass, args: Sequence[Any]) -> Miss 
         if changed is not None:
             return changed
     return None
+
+
+def barred(dynamos: Standing) -> Miss | None:
+    """Why Dynamo does not bring a call before the backend, so that it is in no count; None where it does."""
+    if dynamos.limit is not None:
+        return Miss("recompile_limit", dynamos.limit)
+    if dynamos.off is not None:
+        return Miss("dynamo_off", dynamos.off)
+    return Miss("dynamo_off", str(GivenUp())) if dynamos.given_up else None
 
 
 def blocked(plan: Plan, args: Sequence[Any]) -> Miss | None:

@@ -146,12 +146,13 @@ def _bytes(program: Program, classes: list[ReplayClass]) -> dict[str, int]:
     prediction = program.prediction
     kept = {id(t): t for c in classes if c.plan.kept is not None for t in c.plan.kept.residents}
     told = prediction.staging if prediction is not None else {}
+    buffers = [staged(c) for c in classes]
     return {
         "predicted_staging": sum(told.get(c.plan.label, 0) for c in classes),
-        "measured_staging": sum(staged(c).arguments for c in classes),
+        "measured_staging": sum(each.arguments for each in buffers),
         "predicted_carries": sum(prediction.carries.values()) if prediction is not None else 0,
         "measured_carries": sum(c.flat.untyped_storage().nbytes() for c in program.carries.values())
-        + sum(sum(staged(c).states.values()) for c in classes),
+        + sum(sum(each.states.values()) for each in buffers),
         "predicted_kept": sum(t.numel() * t.element_size() for t in kept.values()),
         "measured_kept": sum(t.untyped_storage().nbytes() for t in kept.values()),
         "workspaces": sum(_workspaces(program).values()),
